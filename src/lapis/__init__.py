@@ -1,0 +1,86 @@
+"""Lapis: error bars for trained PyTorch networks, by Laplace approximations and their kin."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from torch import Tensor, nn
+
+from lapis.curvature.tape import register_rule
+from lapis.errors import (
+    DataError,
+    FileError,
+    LapisError,
+    LapisWarning,
+    LikelihoodError,
+    MemoryBudgetError,
+    ModelError,
+    NotPositiveDefiniteError,
+    OptionError,
+    PriorError,
+    StructureError,
+)
+from lapis.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Custom,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+)
+from lapis.network import split_vector
+from lapis.posteriors import LaplacePosterior, laplace, load
+from lapis.predictions import Prediction
+from lapis.priors import Prior
+
+try:
+    __version__ = version("lapis")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+
+def unflatten(
+    vector: Tensor, like: LaplacePosterior | nn.Module
+) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+    """A flat weight vector (P,) as a dictionary of parameters, or a stack (n, P) as a list of dictionaries.
+
+    `like` is a posterior (its chosen weights), or a model (its trainable ones). The dictionaries go straight into
+    `torch.func.functional_call`.
+    """
+    if isinstance(like, LaplacePosterior):
+        shapes = like.network.shapes
+    else:
+        shapes = {name: tuple(p.shape) for name, p in like.named_parameters() if p.requires_grad}
+    if vector.dim() == 2:
+        return [split_vector(row, shapes) for row in vector]
+    return split_vector(vector, shapes)
+
+
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "Custom",
+    "DataError",
+    "FileError",
+    "Gaussian",
+    "HeteroscedasticGaussian",
+    "LapisError",
+    "LapisWarning",
+    "LaplacePosterior",
+    "Likelihood",
+    "LikelihoodError",
+    "MemoryBudgetError",
+    "ModelError",
+    "NotPositiveDefiniteError",
+    "OptionError",
+    "Poisson",
+    "Prediction",
+    "Prior",
+    "PriorError",
+    "StructureError",
+    "laplace",
+    "load",
+    "register_rule",
+    "unflatten",
+]

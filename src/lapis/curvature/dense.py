@@ -1,0 +1,123 @@
+"""The dense structure: all second derivatives between the block's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lapis.curvature.block import Block, BlockGaussian, shares_group, site_precision
+from lapis.curvature.contributions import Contribution
+from lapis.curvature.sites import Site
+from lapis.errors import NotPositiveDefiniteError
+from lapis.priors import WeightPrior
+
+
+class DenseBlock(Block):
+    """sum_n J_n^T S_n S_n^T J_n, as a matrix (size, size)."""
+
+    kind = "dense"
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        super().__init__(sites)
+        self.curvature = torch.zeros(self.size, self.size, dtype=torch.float64)
+        self._eigenvalues: Tensor | None = None
+
+    def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
+        rows = stacked_rows(contributions).flatten(0, 1)
+        if rows.dtype == torch.float64:
+            self.curvature.addmm_(rows.T, rows)
+        else:
+            self.curvature += rows.T @ rows
+
+    def eigenvalues(self) -> Tensor:
+        """Of the curvature, ascending; computed once."""
+        if self._eigenvalues is None:
+            self._eigenvalues = torch.linalg.eigvalsh(self.curvature)
+        return self._eigenvalues
+
+    def gaussian(self, prior: WeightPrior, scale: Tensor) -> DenseGaussian:
+        groups = {prior.group_of[slot.name] for site in self.sites for slot in site.slots} if prior.group_of else set()
+        shared = len(groups) == 1 and all(shares_group(prior, site) for site in self.sites)
+        if shared:
+            precision = site_precision(prior, self.sites[0])
+        else:
+            parts = [site_precision(prior, site).expand(site.shape).reshape(-1) for site in self.sites]
+            precision = torch.cat(parts)
+        return DenseGaussian(self, precision, scale)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"curvature": self.curvature}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.curvature = state["curvature"]
+        self._eigenvalues = None
+
+
+class DenseGaussian(BlockGaussian):
+    """Precision scale * curvature + diag(prior), through its Cholesky factor."""
+
+    def __init__(self, block: DenseBlock, prior: Tensor, scale: Tensor) -> None:
+        self.block, self.prior, self.scale = block, prior, scale
+        self._factor: Tensor | None = None
+
+    def matrix(self) -> Tensor:
+        return self.scale * self.block.curvature + torch.diag(self.prior.expand(self.block.size))
+
+    def factor(self) -> Tensor:
+        """L with L L^T = precision."""
+        if self._factor is None:
+            matrix = self.matrix()
+            factor, info = torch.linalg.cholesky_ex(matrix)
+            if int(info):
+                with torch.no_grad():
+                    lowest = float(torch.linalg.eigvalsh(self.scale * self.block.curvature)[0])
+                raise NotPositiveDefiniteError(
+                    "The posterior precision is not positive definite",
+                    expected="curvature + prior with positive eigenvalues",
+                    got=f"curvature whose smallest eigenvalue is {lowest:.3g}",
+                    do=f'use curvature="ggn", train to a minimum, or a prior precision above {-lowest:.3g}',
+                )
+            self._factor = factor
+        return self._factor
+
+    def logdet(self) -> Tensor:
+        eigenvalues = self.block._eigenvalues
+        if eigenvalues is not None and self.prior.dim() == 0:
+            shifted = self.scale * eigenvalues + self.prior
+            if bool((shifted > 0).all()):
+                return shifted.log().sum()
+        return 2 * self.factor().diagonal().log().sum()
+
+    def color(self, noise: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.factor().mT, noise.T, upper=True).T
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        return vectors @ self.matrix()
+
+    def variance(self) -> Tensor:
+        return torch.cholesky_inverse(self.factor()).diagonal()
+
+    def _whitened(self, contributions: Sequence[Contribution]) -> Tensor:
+        """L^-1 J^T as (size, B, M)."""
+        rows = stacked_rows(contributions)
+        seeds, batch, _ = rows.shape
+        flat = rows.transpose(0, 1).reshape(batch * seeds, -1).double()
+        return torch.linalg.solve_triangular(self.factor(), flat.T, upper=False).reshape(-1, batch, seeds)
+
+    def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
+        white = self._whitened(contributions)
+        return white.square().sum(0) if diagonal else torch.einsum("pbm,pbn->bmn", white, white)
+
+    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
+        white = self._whitened(contributions)
+        _, batch, seeds = white.shape
+        flat = white.flatten(1)
+        return (flat.T @ flat).reshape(batch, seeds, batch, seeds)
+
+
+def stacked_rows(contributions: Sequence[Contribution]) -> Tensor:
+    """The sites' Jacobians side by side, (M, B, size)."""
+    parts = [contribution.rows() for contribution in contributions]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

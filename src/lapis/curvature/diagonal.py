@@ -1,0 +1,64 @@
+"""The diagonal structure: the second derivative of each weight alone, exactly the GGN's diagonal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lapis.curvature.block import Block, BlockGaussian, site_precision
+from lapis.curvature.contributions import Contribution
+from lapis.curvature.sites import Site
+from lapis.priors import WeightPrior
+
+
+class DiagonalBlock(Block):
+    """sum_n sum_m (S_n^T J_n)[m, p]^2 for each weight p of one site."""
+
+    kind = "diagonal"
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        super().__init__(sites)
+        (self.site,) = self.sites
+        self.curvature = torch.zeros(self.site.shape, dtype=torch.float64)
+
+    def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
+        self.curvature += contributions[0].square_sum()
+
+    def gaussian(self, prior: WeightPrior, scale: Tensor) -> DiagonalGaussian:
+        return DiagonalGaussian(scale * self.curvature + site_precision(prior, self.site))
+
+    def state(self) -> dict[str, Tensor]:
+        return {"curvature": self.curvature}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.curvature = state["curvature"]
+
+
+class DiagonalGaussian(BlockGaussian):
+    """Independent weights of the given precision (*site.shape)."""
+
+    def __init__(self, precision: Tensor) -> None:
+        self.precision = precision
+
+    def logdet(self) -> Tensor:
+        return self.precision.log().sum()
+
+    def color(self, noise: Tensor) -> Tensor:
+        return noise * self.precision.reshape(-1).rsqrt()
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        return vectors * self.precision.reshape(-1)
+
+    def variance(self) -> Tensor:
+        return self.precision.reciprocal().reshape(-1)
+
+    def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
+        return contributions[0].covariance(self.precision.reciprocal().to(contributions[0].dtype), diagonal)
+
+    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
+        return contributions[0].joint(self.precision.reciprocal().to(contributions[0].dtype))
+
+    def matrix(self) -> Tensor:
+        return torch.diag(self.precision.reshape(-1))

@@ -1,0 +1,160 @@
+"""One pass over data: outputs, likelihood statistics, and curvature, all sums.
+
+`Curvature` is what a fit leaves behind. Because it is a sum, passes over parts of the data add up: `accumulate` into a
+clone is how a posterior is updated with new data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Batch
+from lapis.curvature.block import Block
+from lapis.curvature.dense import DenseBlock
+from lapis.curvature.hessian import add_hessian
+from lapis.curvature.tape import Tape
+from lapis.errors import ModelError
+from lapis.likelihoods import Likelihood
+from lapis.network import Network
+from lapis.progress import track
+
+WORK_BYTES = 256 * 2**20
+"""Working memory that one pass aims at, when the budget allows it."""
+
+
+@dataclass
+class Curvature:
+    """Sums over data: curvature blocks, likelihood statistics, number of examples."""
+
+    kind: str
+    tape: Tape
+    blocks: list[Block]
+    statistics: Tensor
+    n_data: int = 0
+    fisher_samples: int = 1
+    signature: str = ""
+    """Shapes and dtypes of the inputs seen, for messages."""
+    outputs: int = 0
+    places: list[list[int]] = field(default_factory=list)
+    """For each block, the indices of its sites on the tape."""
+
+    def __post_init__(self) -> None:
+        index = {id(site): i for i, site in enumerate(self.tape.sites)}
+        self.places = [[index[id(site)] for site in block.sites] for block in self.blocks]
+
+    def clone(self) -> Curvature:
+        return Curvature(
+            self.kind, self.tape, [block.clone() for block in self.blocks], self.statistics.clone(), self.n_data,
+            self.fisher_samples, self.signature, self.outputs,
+        )  # fmt: skip
+
+
+def accumulate(
+    curvature: Curvature,
+    network: Network,
+    likelihood: Likelihood,
+    stream: Iterable[Batch],
+    *,
+    total: int | None,
+    generator: torch.Generator,
+    memory_budget: int,
+    progress: bool | None,
+) -> None:
+    """Add a pass over a stream of batches, `total` of them if known, to `curvature`."""
+    work = min(WORK_BYTES, memory_budget)
+    with network.prepared():
+        for batch in track(stream, "curvature", total, progress):
+            for part in batch.split(examples_at_once(curvature, 1, work)):
+                _add(curvature, network, likelihood, part, generator, work)
+
+
+def _add(
+    curvature: Curvature, network: Network, likelihood: Likelihood, batch: Batch, generator: torch.Generator, work: int
+) -> None:
+    record = curvature.tape.record(batch.inputs)
+    f = record.f.detach()
+    check_outputs(f, curvature.outputs, f"batch {batch.index}")
+    targets = likelihood.targets(batch.targets, f, record.raw_shape)
+    curvature.statistics = curvature.statistics + likelihood.statistics(f, targets).to(curvature.statistics.device)
+    curvature.n_data += len(batch)
+    if curvature.kind == "hessian":
+        (block,) = curvature.blocks
+        assert isinstance(block, DenseBlock)
+        add_hessian(block, network, likelihood, record, targets)
+        return
+    at_once = seeds_at_once(curvature, len(batch), work) if record.batched() else 1
+    for number, seeds in enumerate(_seeds(curvature, likelihood, f, targets, generator, at_once)):
+        contributions = record.contributions(seeds)
+        for block, places in zip(curvature.blocks, curvature.places, strict=True):
+            block.accumulate([contributions[place] for place in places], first=number == 0)
+
+
+def _bytes(curvature: Curvature) -> tuple[int, int]:
+    """Working memory for an example: independent of seeds, and for each seed."""
+    inputs, gradients = curvature.tape.example_bytes
+    rows = sum(block.size for block in curvature.blocks if isinstance(block, DenseBlock))
+    return 2 * inputs, gradients + rows * curvature.tape.network.dtype.itemsize
+
+
+def examples_at_once(curvature: Curvature, seeds: int, work: int) -> int:
+    """How many examples fit in `work` bytes when that many seeds go together."""
+    fixed, each = _bytes(curvature)
+    return max(1, work // max(1, fixed + seeds * each))
+
+
+def seeds_at_once(curvature: Curvature, examples: int, work: int) -> int:
+    """How many seeds of a batch fit in `work` bytes."""
+    fixed, each = _bytes(curvature)
+    return max(1, (work - examples * fixed) // max(1, examples * each))
+
+
+def _seeds(
+    curvature: Curvature, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator, at_once: int
+) -> Iterator[Tensor]:
+    """Seeds (m, B, T, C), a few at a time, whose outer products sum to the curvature in f."""
+    if curvature.kind == "empirical":
+        yield likelihood.gradient(f, y)[None]
+    elif curvature.kind == "sampled":
+        weight = curvature.fisher_samples**-0.5
+        for _ in range(curvature.fisher_samples):
+            yield weight * likelihood.sampled_gradient(f, y, generator)[None]
+    else:
+        yield from position_seeds(likelihood.factor(f, y), at_once)
+
+
+def position_seeds(factor: Tensor, at_once: int) -> Iterator[Tensor]:
+    """The columns of S (B, T, C, R) as seeds (m, B, T, C): one position at a time, the others zero."""
+    batch, positions, outputs, _ = factor.shape
+    for position in range(positions):
+        columns = factor[:, position].permute(2, 0, 1)
+        for start in range(0, len(columns), at_once):
+            chosen = columns[start : start + at_once]
+            if positions == 1:
+                yield chosen[:, :, None]
+            else:
+                seeds = factor.new_zeros(len(chosen), batch, positions, outputs)
+                seeds[:, :, position] = chosen
+                yield seeds
+
+
+def check_outputs(f: Tensor, outputs: int, where: str) -> None:
+    """Refuse outputs that are not finite, or of another width than those of the fit."""
+    if not bool(torch.isfinite(f).all()):
+        raise ModelError(
+            f"The network's outputs for {where} are not finite",
+            expected="finite outputs",
+            got=f"NaN or infinity, first for example {int((~torch.isfinite(f)).flatten(1).any(1).nonzero()[0])}",
+            do="check the inputs' scale and the weights",
+        )
+    if outputs and f.shape[-1] != outputs:
+        raise ModelError(
+            f"The network's outputs for {where} have another width",
+            expected=f"{outputs} outputs",
+            got=f"{f.shape[-1]}",
+            do="pass inputs of the shape that the posterior was fitted with",
+        )
+

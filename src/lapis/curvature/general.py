@@ -1,0 +1,61 @@
+"""The general rule: gradients of any weights, one example at a time. Slower, and exact for every differentiable network."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Inputs, batch_length, map_tensors, take
+from lapis.errors import DataError
+from lapis.network import Network
+
+
+class PerExample:
+    """Per-example, per-seed gradients: all examples at once with vmap where the network's operators allow it."""
+
+    def __init__(self, network: Network, outputs: Callable[[Tensor], Tensor]) -> None:
+        self.network, self.outputs = network, outputs
+        self.vectorised = True
+
+    def rows(self, inputs: Inputs, names: Sequence[str], seeds: Tensor) -> dict[str, Tensor]:
+        """Gradients of sum(seed * f) for `seeds` (M, B, T, C): parameter name -> (M, B, entries)."""
+        if self.vectorised:
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*batching rule.*")
+                    return self._mapped(inputs, names, seeds)
+            except (RuntimeError, ValueError, DataError):  # an operator without a batching rule, such as a fused recurrent layer
+                self.vectorised = False
+        return self._looped(inputs, names, seeds)
+
+    def _mapped(self, inputs: Inputs, names: Sequence[str], seeds: Tensor) -> dict[str, Tensor]:
+        parameters = {name: self.network.parameters[name].detach() for name in names}
+
+        def one(example: Inputs, seed: Tensor) -> dict[str, Tensor]:
+            def output(values: dict[str, Tensor]) -> Tensor:
+                raw = self.network.call(map_tensors(lambda x: x.unsqueeze(0), example), values)
+                return self.outputs(raw)[0]
+
+            _, pull = torch.func.vjp(output, parameters)
+            gradients: dict[str, Tensor] = torch.func.vmap(lambda s: pull(s)[0])(seed)
+            return gradients
+
+        axes = map_tensors(lambda _: 0, inputs)  # type: ignore[arg-type, return-value]
+        found = torch.func.vmap(one, in_dims=(axes, 1), out_dims=1)(inputs, seeds)
+        return {name: gradient.flatten(2) for name, gradient in found.items()}
+
+    def _looped(self, inputs: Inputs, names: Sequence[str], seeds: Tensor) -> dict[str, Tensor]:
+        parameters = [self.network.parameters[name] for name in names]
+        count, length = len(seeds), batch_length(inputs)
+        found = {name: seeds.new_zeros(count, length, p.numel()) for name, p in zip(names, parameters, strict=True)}
+        for b in range(length):
+            f = self.outputs(self.network.call(take(inputs, b, b + 1)))
+            for m in range(count):
+                gradients = torch.autograd.grad(f, parameters, seeds[m, b : b + 1], retain_graph=True, allow_unused=True)
+                for name, gradient in zip(names, gradients, strict=True):
+                    if gradient is not None:
+                        found[name][m, b] = gradient.reshape(-1)
+        return found

@@ -1,0 +1,175 @@
+"""The Kronecker structure (KFAC): for each matrix of weights, G (x) A from gradients and inputs.
+
+A = E[a a^T] over examples and positions, G = sum over examples, seeds and positions of g g^T. With eigenvalues l of the
+factors and prior precision d the posterior precision has eigenvalues l_G l_A + d exactly; the factors are never damped
+apart. Different prior precisions for the columns of A (weights against bias) are exact as well: scale A by D^-1/2 on
+both sides, and the prior is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapis.curvature.block import Block, BlockGaussian, site_precision
+from lapis.curvature.contributions import Contribution, Lookup, Outer
+from lapis.curvature.sites import Site
+from lapis.errors import PriorError
+from lapis.priors import WeightPrior
+
+
+class KroneckerBlock(Block):
+    """Sums behind A (K, I, I), or its diagonal (V,) for look-ups, and G (K, O, O), one pair for each of K groups."""
+
+    kind = "kronecker"
+
+    def __init__(self, sites: Sequence[Site], sharing: str = "expand") -> None:
+        super().__init__(sites)
+        (self.site,) = self.sites
+        self.sharing = sharing
+        groups, outputs, inputs = self.site.shape
+        moment = (inputs,) if self.site.kind == "lookup" else (groups, inputs, inputs)
+        self.inputs = torch.zeros(moment, dtype=torch.float64)
+        self.gradients = torch.zeros(groups, outputs, outputs, dtype=torch.float64)
+        self.positions = torch.zeros((), dtype=torch.float64)
+        self._eigen: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
+
+    def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
+        contribution = contributions[0]
+        if isinstance(contribution, Lookup):  # its mean input would fill a V x V matrix: look-ups always expand
+            if first:
+                self.inputs += contribution.counts()
+                self.positions += contribution.positions
+            self.gradients += contribution.gradient_moment()
+            return
+        assert isinstance(contribution, Outer)
+        if self.sharing == "reduce":
+            contribution = contribution.reduced()
+        if first:
+            self.inputs += contribution.input_moment()
+            self.positions += contribution.positions
+        self.gradients += contribution.gradient_moment()
+
+    def mean_inputs(self) -> Tensor:
+        """A."""
+        return self.inputs / self.positions.clamp(min=1)
+
+    def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Eigenvalues and vectors of G, then of A (no vectors for look-ups: A is diagonal); computed once."""
+        if self._eigen is None:
+            values, vectors = torch.linalg.eigh(self.gradients)
+            inputs = self.mean_inputs()
+            if self.site.kind == "lookup":
+                self._eigen = (values.clamp(min=0), vectors, inputs[None], None)
+            else:
+                self._eigen = (values.clamp(min=0), vectors, *_eigh(inputs))
+        return self._eigen
+
+    def check(self, prior: WeightPrior) -> None:
+        if prior.group_of is None:
+            raise PriorError(
+                "A Kronecker posterior cannot hold a prior precision for every weight",
+                expected="precisions that are shared within each parameter",
+                got='groups="weight"',
+                do='use structure "diagonal" or "dense", or groups="parameter"',
+            )
+
+    def gaussian(self, prior: WeightPrior, scale: Tensor) -> KroneckerGaussian:
+        self.check(prior)
+        precision = site_precision(prior, self.site)
+        # where they differ, one for the weights' columns and one for the bias
+        return KroneckerGaussian(self, precision if precision.dim() == 0 else precision[0, 0], scale)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"inputs": self.inputs, "gradients": self.gradients, "positions": self.positions}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.inputs, self.gradients, self.positions = state["inputs"], state["gradients"], state["positions"]
+        self._eigen = None
+
+    def _options(self) -> dict[str, Any]:
+        return {"sites": self.sites, "sharing": self.sharing}
+
+
+class KroneckerGaussian(BlockGaussian):
+    """Precision (Q_G (x) W) diag(eigenvalues) (Q_G (x) W)^T with W = D^1/2 Q_A; W = Q_A when the prior is one number."""
+
+    def __init__(self, block: KroneckerBlock, prior: Tensor, scale: Tensor) -> None:
+        self.block, self.prior = block, prior
+        values_g, self.outputs, values_a, vectors_a = block.eigen()
+        if prior.dim() == 0:
+            self.inputs, self.root, shift = vectors_a, None, prior
+        else:
+            self.root = prior.sqrt()
+            values_a, self.inputs = _eigh(block.mean_inputs() / self.root / self.root[:, None])
+            shift = torch.ones((), dtype=torch.float64)
+        self.eigenvalues = scale * values_g[:, :, None] * values_a[:, None, :] + shift
+
+    def logdet(self) -> Tensor:
+        logdet = self.eigenvalues.log().sum()
+        if self.root is not None:
+            groups, outputs, _ = self.block.site.shape
+            logdet = logdet + 2 * groups * outputs * self.root.log().sum()
+        return logdet
+
+    def _array(self, vectors: Tensor) -> Tensor:
+        return vectors.unflatten(-1, self.block.site.shape)
+
+    def color(self, noise: Tensor) -> Tensor:
+        draws = self.outputs @ (self._array(noise) * self.eigenvalues.rsqrt())
+        if self.inputs is not None:
+            draws = draws @ self.inputs.mT
+        if self.root is not None:
+            draws = draws / self.root
+        return draws.flatten(1)
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        array = self._array(vectors)
+        if self.root is not None:
+            array = array * self.root
+        if self.inputs is not None:
+            array = array @ self.inputs
+        array = self.outputs @ (self.eigenvalues * (self.outputs.mT @ array))
+        if self.inputs is not None:
+            array = array @ self.inputs.mT
+        if self.root is not None:
+            array = array * self.root
+        return array.flatten(1)
+
+    def variance(self) -> Tensor:
+        spread = self.outputs.square() @ self.eigenvalues.reciprocal()
+        if self.inputs is not None:
+            spread = spread @ self.inputs.square().mT
+        if self.root is not None:
+            spread = spread / self.root.square()
+        return spread.reshape(-1)
+
+    def _rotated(self, contribution: Contribution) -> tuple[Contribution, Tensor]:
+        """The Jacobian in the basis where the covariance is diagonal, and that diagonal."""
+        dtype = contribution.dtype
+        variance, outputs = self.eigenvalues.reciprocal().to(dtype), self.outputs.to(dtype)
+        if isinstance(contribution, Lookup):
+            return contribution.rotate(outputs), variance
+        assert isinstance(contribution, Outer) and self.inputs is not None
+        inputs = self.inputs if self.root is None else self.inputs / self.root[:, None]
+        return contribution.rotate(inputs.to(dtype), outputs), variance
+
+    def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
+        rotated, variance = self._rotated(contributions[0])
+        return rotated.covariance(variance, diagonal)
+
+    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
+        rotated, variance = self._rotated(contributions[0])
+        return rotated.joint(variance)
+
+    def matrix(self) -> Tensor:
+        size = self.block.size
+        return self.multiply(torch.eye(size, dtype=torch.float64, device=self.eigenvalues.device))
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(matrix)
+    return values.clamp(min=0), vectors

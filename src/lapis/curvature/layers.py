@@ -1,0 +1,390 @@
+"""What each kind of layer's input and output-gradient say about its weights: one small rule a kind.
+
+The tape listens to torch functions, not to modules, so a rule holds however a weight is used: through its module,
+through `F.linear(x, layer.weight)`, tied, or packed in attention. A rule turns a recorded call into `Use`s; each use
+knows its slots and turns raw output-gradients into the arrays of `contributions`. A rule that does not understand a call
+returns nothing, and the weights concerned fall to the general per-example rule: slower, and exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lapis.curvature.sites import Slot
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """Examples lie along axis `dim`, folded there as (before, examples, after)."""
+
+    dim: int
+    before: int
+    after: int
+
+    @property
+    def trivial(self) -> bool:
+        return self.dim == 0 and self.before == 1 and self.after == 1
+
+    def unfold(self, tensor: Tensor, lead: int = 0) -> Tensor:
+        """Bring the examples to axis `lead`: (*lead, B, axes ahead of dim, before, after, axes behind dim)."""
+        dim = self.dim + lead
+        return tensor.unflatten(dim, (self.before, -1, self.after)).movedim(dim + 1, lead)
+
+    def front(self, tensor: Tensor, lead: int = 0) -> Tensor:
+        """The same, without the two extra axes where the examples are in front already."""
+        return tensor if self.trivial else self.unfold(tensor, lead)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A recorded function call with a chosen weight among its arguments."""
+
+    function: Callable[..., Any]
+    rule: Rule
+    arguments: dict[str, Any]
+    slots: dict[str, Slot]
+    """Argument name -> the slot of the chosen weights that it holds."""
+    output_shape: torch.Size
+    edge: Any
+    """Autograd's name for the output: gradients can be taken with respect to it even after in-place changes."""
+    probe: Tensor
+    """A tensor with the examples somewhere among its axes; where, is found by comparing two batch sizes."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal uses in different batches."""
+        return (self.function, tuple((name, slot.rows) for name, slot in self.slots.items()))
+
+
+@dataclass(frozen=True)
+class OuterUse:
+    """A linear map: `inputs()` gives (N, K, T, I), `gradient(raw)` gives (M, N, K, O, T), batch still folded in N."""
+
+    weight: Slot | None
+    bias: Slot | None
+    inputs: Callable[[], Tensor]
+    gradient: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LookupUse:
+    weight: Slot
+    index: Tensor
+    gradient: Callable[[Tensor], Tensor]
+    entries: int
+    padding: int | None
+    bias: Slot | None = None
+
+
+@dataclass(frozen=True)
+class RowsUse:
+    """`rows(raw)` gives (M, B, entries)."""
+
+    weight: Slot
+    rows: Callable[[Tensor], Tensor]
+    bias: Slot | None = None
+
+
+Use = OuterUse | LookupUse | RowsUse
+Rule = Callable[[Call, BatchAxis], list[Use]]
+
+
+def vector_slot(slot: Slot) -> Slot:
+    """A slot as a column of outputs: (groups, outputs) flattened to (1, outputs, 1)."""
+    return replace(slot, view=(slot.size,), axes=(0,), shape=(1, slot.size, 1))
+
+
+# linear maps -----------------------------------------------------------------------------------------------------------
+
+
+def _positions(tensor: Tensor, axis: BatchAxis, lead: int) -> Tensor:
+    """(*lead, ..., features) -> (*lead, B, T, features)."""
+    fronted = axis.front(tensor, lead)
+    return fronted.flatten(lead + 1, -2) if fronted.dim() > lead + 2 else fronted.unsqueeze(lead + 1)
+
+
+def _linear_map(x: Tensor, weight: Slot | None, bias: Slot | None, axis: BatchAxis) -> list[Use]:
+    return [
+        OuterUse(
+            weight,
+            None if bias is None else vector_slot(bias),
+            lambda: _positions(x, axis, 0)[:, None],
+            lambda raw: _positions(raw, axis, 1)[:, :, None].mT,
+        )
+    ]
+
+
+def _matrix(slot: Slot, rows: int, columns: int, transposed: bool) -> Slot:
+    """A two-dimensional weight as (1, outputs, inputs); `transposed` when it is stored (inputs, outputs)."""
+    if transposed:
+        return replace(slot, view=(rows, columns), axes=(1, 0), shape=(1, columns, rows))
+    return replace(slot, view=(rows, columns), axes=(0, 1), shape=(1, rows, columns))
+
+
+def linear(call: Call, axis: BatchAxis) -> list[Use]:
+    weight = call.slots.get("weight")
+    if weight is not None:
+        weight = _matrix(weight, *call.arguments["weight"].shape, transposed=False)
+    return _linear_map(call.arguments["input"], weight, call.slots.get("bias"), axis)
+
+
+def matmul(call: Call, axis: BatchAxis) -> list[Use]:
+    """x @ W with a weight on the right, and addmm(bias, x, W)."""
+    x, weight = call.arguments["input"], call.arguments["weight"]
+    slot = call.slots.get("weight")
+    if "input" in call.slots or x.dim() < 2 or weight.dim() != 2 or call.arguments.get("beta", 1) != 1:
+        return []
+    bias = call.slots.get("bias")
+    if bias is not None and call.arguments["bias"].shape != (weight.shape[1],):
+        return []
+    if slot is not None:
+        slot = _matrix(slot, *weight.shape, transposed=True)
+    return _linear_map(x, slot, bias, axis)
+
+
+# convolutions ------------------------------------------------------------------------------------------------------------
+
+
+def _tuple(value: Any, n: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,) * n
+    values = tuple(value)
+    return values * n if len(values) == 1 else values
+
+
+def patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], groups: int) -> Tensor:
+    """The patch under each output position, (N, K, T, I) with I = (channels / K) * kernel."""
+    n = len(kernel)
+    stride, dilation = _tuple(arguments["stride"], n), _tuple(arguments["dilation"], n)
+    padding = arguments["padding"]
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        pads = [(t // 2, t - t // 2) for t in total]
+    else:
+        widths = (0,) * n if padding == "valid" else _tuple(padding, n)
+        pads = [(w, w) for w in widths]
+    if any(pad != (0, 0) for pad in pads):
+        x = F.pad(x, [width for pad in reversed(pads) for width in pad])
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
+    # (N, C, *positions, *kernel) -> (N, K, T, C/K * kernel); examples next to positions in memory, where sums run
+    x = x.unflatten(1, (groups, -1))
+    spatial, window = range(3, 3 + n), range(3 + n, 3 + 2 * n)
+    laid = x.permute(1, 2, *window, 0, *spatial).reshape(groups, -1, x.shape[0], _count(x.shape[3 : 3 + n]))
+    return laid.permute(2, 0, 3, 1)
+
+
+def transposed_patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], groups: int) -> Tensor:
+    """The same for transposed convolutions: what each weight sees of the input at each output position."""
+    channels, taps = x.shape[1], _count(kernel)
+    one_hot = torch.eye(taps, dtype=x.dtype, device=x.device).reshape(taps, *kernel)
+    function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(kernel) - 1]
+    spread = function(
+        x,
+        one_hot.expand(channels, *one_hot.shape),
+        None,
+        arguments["stride"],
+        arguments["padding"],
+        arguments["output_padding"],
+        channels,
+        arguments["dilation"],
+    )
+    return spread.reshape(x.shape[0], groups, -1, _count(spread.shape[2:])).mT
+
+
+def _count(shape: Any) -> int:
+    return int(torch.Size(tuple(shape)).numel())
+
+
+def _convolution(call: Call, axis: BatchAxis, transposed: bool) -> list[Use]:
+    x, weight, groups = call.arguments["input"], call.arguments["weight"], call.arguments["groups"]
+    if axis.dim != 0 or x.dim() != weight.dim():
+        return []
+    kernel = tuple(weight.shape[2:])
+    slot = call.slots.get("weight")
+    if slot is not None and (slot.start, slot.stop) != (0, weight.shape[0]):
+        return []
+    if transposed:
+        per_group, outputs = weight.shape[0] // groups, weight.shape[1]
+        view, axes = (groups, per_group, outputs, _count(kernel)), (0, 2, 1, 3)
+    else:
+        per_group, outputs = weight.shape[1], weight.shape[0] // groups
+        view, axes = (groups, outputs, per_group, _count(kernel)), (0, 1, 2, 3)
+    if slot is not None:
+        slot = replace(slot, view=view, axes=axes, shape=(groups, outputs, per_group * _count(kernel)))
+    bias = call.slots.get("bias")
+    if bias is not None:
+        bias = replace(bias, view=(groups, outputs, 1), axes=(0, 1, 2), shape=(groups, outputs, 1))
+    unfold = transposed_patches if transposed else patches
+
+    def merge(tensor: Tensor, lead: int, position_axis: int) -> Tensor:
+        """Move frames that share an example into positions: (N, ...) -> (B, ...)."""
+        if axis.before == 1 and axis.after == 1:
+            return tensor
+        folded = axis.unfold(tensor, lead)  # (*lead, B, before, after, ...)
+        moved = folded.movedim((lead + 1, lead + 2), (position_axis, position_axis + 1))
+        return moved.flatten(position_axis, position_axis + 2)
+
+    return [
+        OuterUse(
+            slot,
+            bias,
+            lambda: merge(unfold(x, kernel, call.arguments, groups), 0, 2),
+            lambda raw: merge(raw.flatten(3).unflatten(2, (groups, outputs)), 1, 4),
+        )
+    ]
+
+
+def convolution(call: Call, axis: BatchAxis) -> list[Use]:
+    return _convolution(call, axis, transposed=False)
+
+
+def transposed_convolution(call: Call, axis: BatchAxis) -> list[Use]:
+    return _convolution(call, axis, transposed=True)
+
+
+# look-ups, norms, broadcasts ---------------------------------------------------------------------------------------------
+
+
+def embedding(call: Call, axis: BatchAxis) -> list[Use]:
+    arguments = call.arguments
+    if arguments["max_norm"] is not None or arguments["scale_grad_by_freq"] or "weight" not in call.slots:
+        return []
+    entries, width = arguments["weight"].shape
+    padding = arguments["padding_idx"]
+    index = axis.front(arguments["input"])
+    slot = _matrix(call.slots["weight"], entries, width, transposed=True)
+    index = index.flatten(1) if index.dim() > 1 else index[:, None]
+    return [
+        LookupUse(
+            slot,
+            index,
+            lambda raw: _positions(raw, axis, 1).mT,
+            entries,
+            None if padding is None else padding % entries,
+        )
+    ]
+
+
+def _broadcast_rows(slot: Slot, shape: torch.Size, axis: BatchAxis, factor: Tensor | None) -> RowsUse:
+    """A parameter of `shape`, broadcast against the output and multiplied there by `factor` (or one)."""
+
+    def rows(raw: Tensor) -> Tensor:
+        product = raw if factor is None else raw * factor
+        aligned = (1,) * (product.dim() - 1 - len(shape)) + tuple(shape)
+        kept = aligned[: axis.dim] + (1, 1) + aligned[axis.dim + 1 :]
+        summed = [2 + place for place, length in enumerate(kept) if length == 1]
+        return axis.unfold(product, 1).sum(summed).flatten(2)
+
+    entries = _count(shape)
+    return RowsUse(replace(slot, view=(entries,), axes=(0,), shape=(entries,)), rows)
+
+
+def broadcast(call: Call, axis: BatchAxis) -> list[Use]:
+    """x + w, x * w and w.expand(...), w broadcast over the examples."""
+    uses: list[Use] = []
+    if call.arguments.get("alpha", 1) != 1 or call.probe.shape != call.output_shape:
+        return []
+    for name, slot in call.slots.items():
+        shape = call.arguments[name].shape
+        place = axis.dim - (len(call.output_shape) - len(shape))
+        if place >= 0 and shape[place] != 1:
+            return []
+        factor = call.probe.detach() if call.function in _PRODUCTS else None
+        uses.append(_broadcast_rows(slot, shape, axis, factor))
+    return uses if len(uses) == 1 else []
+
+
+def _norm(call: Call, axis: BatchAxis, trailing: int) -> list[Use]:
+    """Weights multiply the normalised input; `trailing` axes of length one follow them."""
+    with torch.no_grad():
+        bare = {name: None for name in ("weight", "bias") if name in call.arguments}
+        normalised = call.function(**{**call.arguments, **bare})
+    return [
+        _broadcast_rows(
+            slot,
+            torch.Size((*call.arguments[name].shape, *(1,) * trailing)),
+            axis,
+            normalised if name == "weight" else None,
+        )
+        for name, slot in call.slots.items()
+    ]
+
+
+def channel_norm(call: Call, axis: BatchAxis) -> list[Use]:
+    """Batch, group and instance norm: weights along axis 1."""
+    return _norm(call, axis, call.probe.dim() - 2) if axis.dim == 0 else []
+
+
+def layer_norm(call: Call, axis: BatchAxis) -> list[Use]:
+    """Layer and root-mean-square norm: weights over the last axes."""
+    return _norm(call, axis, 0)
+
+
+# the table -----------------------------------------------------------------------------------------------------------------
+
+_CONV = (("input", None), ("weight", None), ("bias", None), ("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
+_CONV_T = (*_CONV[:5], ("output_padding", 0), ("groups", 1), ("dilation", 1))
+_EMBED = (("input", None), ("weight", None), ("padding_idx", None), ("max_norm", None), ("norm_type", 2.0),
+          ("scale_grad_by_freq", False), ("sparse", False))  # fmt: skip
+_PAIR = (("input", None), ("other", None))
+_PRODUCT = (("input", None), ("weight", None))
+_PRODUCTS = (torch.mul, torch.Tensor.mul)
+
+Signature = tuple[tuple[str, Any], ...]
+
+RULES: dict[Callable[..., Any], tuple[Signature, Rule]] = {
+    F.linear: ((("input", None), ("weight", None), ("bias", None)), linear),
+    torch.matmul: (_PRODUCT, matmul),
+    torch.Tensor.matmul: (_PRODUCT, matmul),
+    torch.mm: (_PRODUCT, matmul),
+    torch.addmm: ((("bias", None), ("input", None), ("weight", None)), matmul),
+    F.conv1d: (_CONV, convolution),
+    F.conv2d: (_CONV, convolution),
+    F.conv3d: (_CONV, convolution),
+    F.conv_transpose1d: (_CONV_T, transposed_convolution),
+    F.conv_transpose2d: (_CONV_T, transposed_convolution),
+    F.conv_transpose3d: (_CONV_T, transposed_convolution),
+    F.embedding: (_EMBED, embedding),
+    F.batch_norm: (
+        (("input", None), ("running_mean", None), ("running_var", None), ("weight", None), ("bias", None),
+         ("training", False), ("momentum", 0.1), ("eps", 1e-5)),
+        channel_norm,
+    ),
+    F.group_norm: (
+        (("input", None), ("num_groups", 1), ("weight", None), ("bias", None), ("eps", 1e-5)), channel_norm
+    ),
+    F.instance_norm: (
+        (("input", None), ("running_mean", None), ("running_var", None), ("weight", None), ("bias", None),
+         ("use_input_stats", True), ("momentum", 0.1), ("eps", 1e-5)),
+        channel_norm,
+    ),
+    F.layer_norm: (
+        (("input", None), ("normalized_shape", None), ("weight", None), ("bias", None), ("eps", 1e-5)), layer_norm
+    ),
+    F.rms_norm: ((("input", None), ("normalized_shape", None), ("weight", None), ("eps", None)), layer_norm),
+    torch.add: (_PAIR, broadcast),
+    torch.Tensor.add: (_PAIR, broadcast),
+    torch.Tensor.add_: (_PAIR, broadcast),
+    torch.mul: (_PAIR, broadcast),
+    torch.Tensor.mul: (_PAIR, broadcast),
+    torch.Tensor.expand: ((("input", None),), broadcast),
+}  # fmt: skip
+"""Function -> (names and defaults of its arguments, the rule)."""
+
+
+def bind(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, defaults filled in; torch also calls the right operand of + and @ by other names."""
+    bound = {name: default for name, default in signature}
+    for (name, _), value in zip(signature, args, strict=False):
+        bound[name] = value
+    renamed = {"other": "weight", "mat2": "weight", "mat1": "input"} if "other" not in bound else {}
+    for name, value in kwargs.items():
+        bound[renamed.get(name, name)] = value
+    return bound

@@ -1,0 +1,133 @@
+"""Which site explains which weights, found on a few examples and proven against autograd.
+
+The sites partition the chosen weights. A weight whose recorded uses do not add up to autograd's gradient of it, example
+by example, falls to the general rule; so no architecture is silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Inputs
+from lapis.curvature.contributions import Lookup, Outer
+from lapis.curvature.layers import LookupUse, OuterUse, Use
+from lapis.curvature.sites import Site, Slot, whole
+from lapis.curvature.tape import Record, Tape
+from lapis.network import Network
+
+Key = tuple[tuple[str, int, int] | None, tuple[str, int, int] | None]
+
+
+def plan(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs, separate_bias: bool = False) -> Tape:
+    """A tape that knows its sites; `inputs` are a few examples. Must run inside `network.prepared()`."""
+    tape = Tape(network, outputs)
+    record = tape.record(inputs)
+    sites, loose = _sites(network, [use for _, use in record.uses], separate_bias)
+    loose |= _unexplained(record, sites)
+    tape.general = frozenset(loose)
+    kept = [site for site in sites if not any(slot.name in loose for slot in site.slots)]
+    # a bias whose weight is general, or the reverse, is general too: their sites were dropped together
+    lost = set(network.names) - {slot.name for site in kept for slot in site.slots}
+    tape.general = frozenset(loose | lost)
+    kept = [site for site in kept if not any(slot.name in tape.general for slot in site.slots)]
+    general = [Site("rows", whole(network, name)) for name in network.names if name in tape.general]
+    tape.sites = sorted(kept + general, key=lambda site: site.spans(network)[0])
+    tape.example_bytes = _example_bytes(tape.record(inputs))
+    return tape
+
+
+def _example_bytes(record: Record) -> tuple[int, int]:
+    """Memory for one example: inputs, and gradients for one seed."""
+    inputs = gradients = 0
+    for contribution in record.contributions(torch.ones_like(record.f)[None]):
+        if isinstance(contribution, Outer):
+            inputs += contribution.a.numel()
+            gradients += contribution.g.numel()
+        else:
+            gradients += contribution.g.numel() if isinstance(contribution, Lookup) else contribution.values.numel()
+    size = record.f.element_size()
+    return inputs * size // len(record), gradients * size // len(record)
+
+
+def _key(use: Use) -> Key:
+    return (use.weight and use.weight.rows, use.bias and use.bias.rows)
+
+
+def _sites(network: Network, uses: list[Use], separate_bias: bool) -> tuple[list[Site], set[str]]:
+    """Sites from recorded uses, and the names of parameters that no use explains wholly."""
+    keys = {_key(use) for use in uses}
+    occurrences = Counter(rows for key in keys for rows in key if rows is not None)
+    by_slot: dict[tuple[str, int, int], list[tuple[Use, Slot]]] = defaultdict(list)
+    joint: dict[Key, Site] = {}
+    for use in uses:
+        shared = any(rows is not None and occurrences[rows] > 1 for rows in _key(use))
+        if isinstance(use, OuterUse) and use.weight and use.bias and not shared and not separate_bias:
+            joint[_key(use)] = Site("outer", use.weight, use.bias)
+        else:
+            for slot in (use.weight, use.bias):
+                if slot is not None:
+                    by_slot[slot.rows].append((use, slot))
+    sites = list(joint.values())
+    for members in by_slot.values():
+        sites.append(_single(network, members))
+    covered: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for site in sites:
+        for slot in site.slots:
+            covered[slot.name].append((slot.start, slot.stop))
+    loose = {name for name in network.names if not _tiles(covered[name], network.shapes[name])}
+    return sites, loose
+
+
+def _single(network: Network, members: list[tuple[Use, Slot]]) -> Site:
+    """A site for one slot: its kind if all uses agree on it, else plain rows."""
+    kinds = {(type(use), slot.view, slot.axes, slot.shape, use.weight is slot) for use, slot in members}
+    use, slot = members[0]
+    if len(kinds) == 1 and isinstance(use, OuterUse):
+        return Site("outer", slot, None) if use.weight is slot else Site("outer", None, slot)
+    if len(kinds) == 1 and isinstance(use, LookupUse):
+        return Site("lookup", slot)
+    entries = slot.size
+    return Site("rows", Slot(slot.name, slot.start, slot.stop, (entries,), (0,), (entries,)))
+
+
+def _tiles(parts: list[tuple[int, int]], shape: tuple[int, ...]) -> bool:
+    """Whether the row ranges cover a parameter exactly once."""
+    end = 0
+    for start, stop in sorted(parts):
+        if start != end:
+            return False
+        end = stop
+    return end == (shape[0] if shape else 1)
+
+
+def _unexplained(record: Record, sites: list[Site]) -> set[str]:
+    """Parameters whose uses do not reproduce autograd's gradient.
+
+    For a random seed v and random coefficients c, sum_b c_b J_b^T v_b from the recorded uses must equal the gradient
+    of sum_b c_b v_b . f_b: it does only if every use is known and credited to the right example.
+    """
+    network = record.tape.network
+    generator = torch.Generator(device=record.f.device).manual_seed(0)
+    draw = {"generator": generator, "dtype": record.f.dtype, "device": record.f.device}
+    seed = torch.randn(record.f.shape, **draw)
+    coefficients = torch.randn(len(record), **draw)
+    parameters = list(network.parameters.values())
+    exact = torch.autograd.grad(
+        record.f, parameters, seed * coefficients[:, None, None], retain_graph=True, allow_unused=True
+    )
+    truth = torch.cat([(p.new_zeros(p.shape) if g is None else g).reshape(-1) for p, g in zip(parameters, exact, strict=True)])
+    claim = torch.full_like(truth, float("nan"))
+    for site, contribution in zip(sites, record.contributions(seed[None], sites), strict=True):
+        site.scatter(contribution.gradient(coefficients).reshape(site.shape), claim, network)
+    relative, floor = (1e-8, 1e-12) if truth.dtype == torch.float64 else (1e-3, 1e-6)
+    wrong = set()
+    for name, offset in network.offsets.items():
+        span = slice(offset, offset + network.parameters[name].numel())
+        error = (truth[span] - claim[span]).norm()
+        if not bool(error <= relative * truth[span].norm() + floor * truth.norm()):
+            wrong.add(name)
+    return wrong

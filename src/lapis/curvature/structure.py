@@ -1,0 +1,100 @@
+"""Structures: which weights are correlated in the posterior. A structure cuts the sites into blocks.
+
+* dense: one block over everything. * diagonal: every weight alone. * kronecker: each weight matrix (with its bias) one
+Kronecker block; what has no such form is a small dense block a parameter, or diagonal when large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from lapis.curvature.block import Block
+from lapis.curvature.dense import DenseBlock
+from lapis.curvature.diagonal import DiagonalBlock
+from lapis.curvature.kronecker import KroneckerBlock
+from lapis.curvature.sites import Site
+from lapis.errors import MemoryBudgetError, OptionError
+
+Structure = Literal["dense", "diagonal", "kronecker"]
+
+NAMES: dict[str, Structure] = {
+    "dense": "dense",
+    "full": "dense",
+    "diagonal": "diagonal",
+    "diag": "diagonal",
+    "kronecker": "kronecker",
+    "kron": "kronecker",
+    "kfac": "kronecker",
+}
+
+AUTO_DENSE = 1500
+"""Up to this many weights "auto" is dense: its matrix is small and its factorisation takes well under a second."""
+
+SMALL_BLOCK = 512
+"""Parameters without a Kronecker form get a dense block up to this size."""
+
+DENSE_COPIES = 3
+"""Matrices alive at once at the peak of a dense fit and factorisation."""
+
+
+def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Structure, str]:
+    """The structure meant, and how it was chosen; refused here when it cannot fit in memory."""
+    if name == "auto":
+        if weights <= AUTO_DENSE:
+            return "dense", f"dense, chosen for {weights:,} weights (at most {AUTO_DENSE:,})"
+        return "kronecker", f"kronecker, chosen for {weights:,} weights (more than {AUTO_DENSE:,})"
+    if name not in NAMES:
+        raise OptionError(
+            "Unknown structure",
+            expected='"auto", "dense" ("full"), "diagonal" ("diag"), "kronecker" ("kron", "kfac")',
+            got=repr(name),
+            do="choose one of these",
+        )
+    structure = NAMES[name]
+    needed = DENSE_COPIES * 8 * weights**2
+    if structure == "dense" and needed > memory_budget:
+        raise MemoryBudgetError(
+            f"A dense posterior over {weights:,} weights does not fit",
+            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            got=f"{needed:,} bytes for {DENSE_COPIES} float64 matrices of {weights:,} x {weights:,}",
+            do='use structure="kronecker" or "diagonal", weights="last_layer", or a larger memory_budget',
+        )
+    return structure, structure
+
+
+def build_blocks(structure: Structure, sites: Sequence[Site], sharing: str, memory_budget: int) -> list[Block]:
+    """Empty blocks that partition the sites."""
+    if structure == "dense":
+        return [DenseBlock(sites)]
+    if structure == "diagonal":
+        return [DiagonalBlock([site]) for site in sites]
+    needed = sum(_kronecker_bytes(site) for site in sites if site.kind != "rows")
+    if needed > memory_budget:
+        largest = max((site for site in sites if site.kind != "rows"), key=_kronecker_bytes)
+        raise MemoryBudgetError(
+            "The Kronecker factors do not fit",
+            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            got=f"{needed:,} bytes, most of it for {largest.label!r}",
+            do='use structure="diagonal", choose fewer weights, or a larger memory_budget',
+        )
+    return [_kronecker_or_small(site, sharing) for site in sites]
+
+
+def _kronecker_or_small(site: Site, sharing: str) -> Block:
+    if site.kind != "rows":
+        return KroneckerBlock([site], sharing)
+    return DenseBlock([site]) if site.size <= SMALL_BLOCK else DiagonalBlock([site])
+
+
+def _kronecker_bytes(site: Site) -> int:
+    """Factors and their eigenvectors in float64."""
+    groups, outputs, inputs = site.shape
+    return 16 * groups * (outputs**2 + (inputs if site.kind == "lookup" else inputs**2))
+
+
+def to_device(blocks: Sequence[Block], device: torch.device) -> None:
+    for block in blocks:
+        block.load({name: tensor.to(device) for name, tensor in block.state().items()})

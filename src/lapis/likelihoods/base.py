@@ -1,0 +1,176 @@
+"""What every likelihood p(y | f) knows: its negative log, its curvature in f, and how targets are laid out.
+
+All formulas work on *canonical* outputs f of shape (B, T, C): B examples, T positions (tokens, pixels; 1 when
+there are none), C outputs a position. `canonical` and `layout` go from the network's own layout to that and
+back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lapis.errors import LikelihoodError, OptionError
+
+Kind = Literal["regression", "classification", "count", "function"]
+
+
+class Likelihood(ABC):
+    """p(y | f), independent over examples and positions.
+
+    Args:
+        channels: where the network puts its C outputs when there are positions: "last" for (B, ..., C),
+            "first" for (B, C, ...), as in torch's losses. Outputs (B,) count as (B, 1).
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[Kind]
+    channels: Literal["last", "first"]
+
+    def __init__(self, *, channels: Literal["last", "first"] = "last") -> None:
+        if channels not in ("last", "first"):
+            raise OptionError(
+                "Unknown layout of the outputs",
+                expected='channels="last" for (B, ..., C) or channels="first" for (B, C, ...)',
+                got=repr(channels),
+                do="name one of the two",
+            )
+        self.channels = channels
+
+    @property
+    def noise(self) -> Tensor | None:
+        """The noise's standard deviation, 0-d or (C,); None for likelihoods without one."""
+        return None
+
+    # -- layout -----------------------------------------------------------------------------------------
+
+    def canonical(self, raw: Tensor) -> Tensor:
+        """The network's output, (B,), (B, ..., C) or (B, C, ...), as (B, T, C)."""
+        if raw.dim() == 0:
+            raise LikelihoodError(
+                "The network's output has no batch dimension",
+                expected="(B,), (B, C) or positions between",
+                got="a 0-d tensor",
+                do="return one output row per example",
+            )
+        if raw.dim() == 1:
+            return raw.reshape(-1, 1, 1)
+        last = raw.movedim(1, -1) if self.channels == "first" else raw
+        positions = last.shape[1:-1].numel()
+        return last.reshape(raw.shape[0], positions, last.shape[-1])
+
+    def layout(self, canonical: Tensor, raw_shape: Sequence[int]) -> Tensor:
+        """The inverse of `canonical`: (B, T, K), with any K, laid out as outputs of shape `raw_shape` are."""
+        if len(raw_shape) == 1 and canonical.shape[-1] == 1:
+            return canonical.reshape(-1)
+        spread = self.spread(canonical, raw_shape)
+        return spread.movedim(-1, 1) if self.channels == "first" else spread
+
+    def spread(self, values: Tensor, raw_shape: Sequence[int]) -> Tensor:
+        """(B, T, ...) as (B, *positions, ...), with the positions of outputs of shape `raw_shape`."""
+        return values.reshape(values.shape[0], *self.positions(raw_shape), *values.shape[2:])
+
+    def positions(self, raw_shape: Sequence[int]) -> tuple[int, ...]:
+        """The position dimensions of outputs of shape `raw_shape`; empty when there are none."""
+        return tuple(raw_shape[2:] if self.channels == "first" else raw_shape[1:-1])
+
+    # -- targets ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def targets(self, y: Any, f: Tensor, raw_shape: Sequence[int] | None = None) -> Tensor:
+        """Canonical targets for canonical outputs f, after every check; DataError where one fails.
+
+        With `raw_shape`, the shape of the network's own output, the positions of y must match one by one;
+        without it only their number can be checked.
+        """
+
+    def check_outputs(self, f: Tensor) -> None:
+        """Raise LikelihoodError when canonical outputs f cannot be parameters of this likelihood."""
+        if f.shape[-1] < 1:
+            raise LikelihoodError(
+                f"The {self.name} likelihood needs outputs",
+                expected="C >= 1",
+                got="C = 0",
+                do="check the network",
+            )
+
+    # -- the density ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def position_nll(self, f: Tensor, y: Tensor) -> Tensor:
+        """-log p(y | f) at each position, summed over outputs, with all constants: (B, T)."""
+
+    def nll(self, f: Tensor, y: Tensor) -> Tensor:
+        """-log p(y | f), summed over positions and outputs, with all constants: (B,)."""
+        return self.position_nll(f, y).sum(1)
+
+    @abstractmethod
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Gradient of nll in f at the observed targets: (B, T, C)."""
+
+    @abstractmethod
+    def factor(self, f: Tensor, y: Tensor) -> Tensor:
+        """S of shape (B, T, C, R) with S S^T the Hessian (or Fisher information) of nll in f at a position.
+
+        The targets only say which positions are ignored, except for `Custom`.
+        """
+
+    @abstractmethod
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Gradient of nll in f at targets drawn from p(. | f): (B, T, C). Its second moment is S S^T.
+
+        The targets y only say which positions are ignored.
+        """
+
+    # -- sums over data ---------------------------------------------------------------------------------
+
+    def statistics(self, f: Tensor, y: Tensor) -> Tensor:
+        """Sums over the batch that suffice for `log_likelihood`: a 1-D float64 tensor, no graph.
+
+        Here sum_n log p(y_n | f_n); likelihoods with parameters of their own keep more.
+        """
+        exact = f.detach().double()
+        return -self.nll(exact, y.double() if y.is_floating_point() else y).sum().reshape(1).detach()
+
+    def log_likelihood(self, statistics: Tensor) -> Tensor:
+        """log p(D) = sum_n log p(y_n | f_n) from summed `statistics`: a 0-d float64 tensor."""
+        return statistics[0]
+
+    # -- noise ------------------------------------------------------------------------------------------
+
+    def with_noise(self, noise: float | Tensor) -> Likelihood:
+        """The same likelihood with another noise standard deviation."""
+        raise LikelihoodError(
+            f"The {self.name} likelihood has no noise to set",
+            expected="a Gaussian likelihood",
+            got=f"{self.name} and noise {noise}",
+            do="leave the noise out",
+        )
+
+    def curvature_scale(self, fitted: Likelihood) -> Tensor | float:
+        """What curvature computed under `fitted` must be multiplied by to hold under this likelihood."""
+        self._same_family(fitted)
+        return 1.0
+
+    def _same_family(self, fitted: Likelihood) -> None:
+        if fitted.name != self.name:
+            raise LikelihoodError(
+                "Curvature of one likelihood says nothing about another",
+                expected=self.name,
+                got=fitted.name,
+                do=f"refit with the {self.name} likelihood",
+            )
+
+    # -- files ------------------------------------------------------------------------------------------
+
+    def to_config(self) -> dict[str, Any]:
+        """JSON-able description from which `lapis.likelihoods.from_config` rebuilds the likelihood."""
+        return {"name": self.name, "channels": self.channels}
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{key}={value!r}" for key, value in self.to_config().items() if key != "name")
+        return f"{type(self).__name__}({settings})"

@@ -1,0 +1,56 @@
+"""Yes or no: one logit, or several independent labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from lapis.likelihoods._draws import on_generator
+from lapis.likelihoods._targets import per_output, raise_at
+from lapis.likelihoods.base import Kind, Likelihood
+
+
+class Bernoulli(Likelihood):
+    """p(y_c = 1 | f) = sigmoid(f_c), independently for each output (multi-label when C > 1).
+
+    Targets are (B, C), (B,) when C = 1, or laid out as the outputs; of any dtype, booleans included, with
+    values in [0, 1] (values between are soft labels: -log p = -y log sigmoid(f) - (1 - y) log sigmoid(-f)).
+    """
+
+    name: ClassVar[str] = "bernoulli"
+    kind: ClassVar[Kind] = "classification"
+
+    def targets(self, y: Any, f: Tensor, raw_shape: Sequence[int] | None = None) -> Tensor:
+        positions = None if raw_shape is None else self.positions(raw_shape)
+        labels = per_output(
+            y, f, width=f.shape[-1], channels=self.channels, positions=positions, what="Binary targets"
+        )
+        bad = (labels < 0) | (labels > 1)
+        if bad.any():
+            raise_at(
+                labels,
+                bad,
+                "outside [0, 1]",
+                expected="0 and 1, booleans, or probabilities between",
+                do="relabel the targets (-1/+1 becomes 0/1), or use the categorical likelihood for classes",
+            )
+        return labels
+
+    def position_nll(self, f: Tensor, y: Tensor) -> Tensor:
+        return -(y * logsigmoid(f) + (1 - y) * logsigmoid(-f)).sum(-1)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """sigmoid(f) - y."""
+        return f.sigmoid() - y
+
+    def factor(self, f: Tensor, y: Tensor) -> Tensor:
+        """diag(sqrt(p (1 - p))), through logarithms: 1 - sigmoid(f) rounds to zero from f = 17 in float32."""
+        return torch.diag_embed((0.5 * (logsigmoid(f) + logsigmoid(-f))).exp())
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        p = f.detach().sigmoid()
+        return p - torch.bernoulli(on_generator(p, generator), generator=generator).to(f.device)

@@ -1,0 +1,180 @@
+"""Classification into C classes by a softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lapis.errors import DataError, LikelihoodError, OptionError
+from lapis.likelihoods._draws import on_generator
+from lapis.likelihoods._targets import (
+    as_tensor,
+    check_finite,
+    describe,
+    flatten_channels,
+    flatten_positions,
+    raise_at,
+)
+from lapis.likelihoods.base import Kind, Likelihood
+
+# Rows of soft labels may miss a sum of one by this much (half-precision files); they are then normalised.
+SUM_TOLERANCE = 1e-4
+
+
+class Categorical(Likelihood):
+    """p(y = c | f) = softmax(f)_c; with soft labels q, -log p = -sum_c q_c log softmax(f)_c.
+
+    Args:
+        ignore_index: class index of positions that do not count (padding); None when every position counts.
+        channels: see `Likelihood`.
+
+    Targets are class indices (B, *positions) of an integer dtype, or probabilities of a floating dtype laid
+    out as the outputs: (B, C), (B, *positions, C), or (B, C, *positions) with channels="first".
+    """
+
+    name: ClassVar[str] = "categorical"
+    kind: ClassVar[Kind] = "classification"
+
+    def __init__(
+        self, ignore_index: int | None = -100, *, channels: Literal["last", "first"] = "last"
+    ) -> None:
+        super().__init__(channels=channels)
+        if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, int)):
+            raise OptionError(
+                "ignore_index is no class index", expected="an integer or None", got=repr(ignore_index)
+            )
+        self.ignore_index = ignore_index
+
+    def check_outputs(self, f: Tensor) -> None:
+        super().check_outputs(f)
+        if f.shape[-1] < 2:
+            raise LikelihoodError(
+                "The categorical likelihood needs one output per class",
+                expected="C >= 2",
+                got=f"C = {f.shape[-1]}",
+                do='use likelihood="bernoulli" for one logit, or channels="first" if the classes come first',
+            )
+
+    def targets(self, y: Any, f: Tensor, raw_shape: Sequence[int] | None = None) -> Tensor:
+        """Class indices (B, T) int64, or probabilities (B, T, C) in f's dtype, each row summing to one."""
+        tensor = as_tensor(y, f)
+        positions = None if raw_shape is None else self.positions(raw_shape)
+        if tensor.dtype == torch.bool:
+            raise DataError(
+                "Class labels are booleans",
+                expected="integer classes or floating-point probabilities",
+                got="torch.bool",
+                do="call .long() on the targets, or use the bernoulli likelihood",
+            )
+        if tensor.is_floating_point():
+            return self._probabilities(tensor, f, positions)
+        return self._indices(tensor, f, positions)
+
+    def _indices(self, y: Tensor, f: Tensor, positions: Sequence[int] | None) -> Tensor:
+        indices = flatten_positions(y, f, positions)
+        if indices is None:
+            raise DataError(
+                "Class labels have the wrong shape",
+                expected=describe(f, None, self.channels, positions),
+                got=f"{tuple(y.shape)} of {y.dtype}",
+                do="pass one class per position, or one-hot rows as floating-point numbers",
+            )
+        y, indices = y.long(), indices.long()
+        bad = (y < 0) | (y >= f.shape[-1])
+        if self.ignore_index is not None:
+            bad &= y != self.ignore_index
+        if bad.any():
+            ignored = "" if self.ignore_index is None else f", or {self.ignore_index} to ignore a position"
+            raise_at(
+                y,
+                bad,
+                f"out of range for {f.shape[-1]} classes",
+                expected=f"classes 0 to {f.shape[-1] - 1}{ignored}",
+                do="relabel the targets, or give the network one output per class",
+            )
+        return indices
+
+    def _probabilities(self, y: Tensor, f: Tensor, positions: Sequence[int] | None) -> Tensor:
+        probabilities = flatten_channels(y, f, f.shape[-1], self.channels, positions)
+        if probabilities is None:
+            raise DataError(
+                "Soft labels have the wrong shape",
+                expected=describe(f, f.shape[-1], self.channels, positions),
+                got=f"{tuple(y.shape)} of {y.dtype}",
+                do="pass one probability per class, or integer classes (.long())",
+            )
+        check_finite(y)
+        if (probabilities < 0).any():
+            raise_at(
+                probabilities,
+                (probabilities < 0).any(-1),
+                "no probabilities: some are negative",
+                expected="non-negative rows that sum to one",
+                do="normalise the soft labels, or pass integer classes",
+            )
+        probabilities = probabilities.double()
+        sums = probabilities.sum(-1, keepdim=True)
+        off = (sums - 1).abs().squeeze(-1) > SUM_TOLERANCE
+        if off.any():
+            raise_at(
+                probabilities,
+                off,
+                "no probabilities: they do not sum to one",
+                expected=f"rows that sum to one within {SUM_TOLERANCE}",
+                do="normalise the soft labels, or pass integer classes (.long())",
+            )
+        return (probabilities / sums).to(f.dtype)
+
+    def position_nll(self, f: Tensor, y: Tensor) -> Tensor:
+        log_p = f.log_softmax(-1)
+        if y.is_floating_point():
+            return -(y * log_p).sum(-1)
+        chosen = log_p.gather(-1, self._safe(y).unsqueeze(-1)).squeeze(-1)
+        return torch.where(self._counts(y), -chosen, 0.0)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """softmax(f) - y."""
+        p = f.softmax(-1)
+        if y.is_floating_point():
+            return p - y
+        return self._masked(p - torch.nn.functional.one_hot(self._safe(y), f.shape[-1]).to(p), y)
+
+    def factor(self, f: Tensor, y: Tensor) -> Tensor:
+        """S = diag(sqrt p) - p sqrt(p)^T, so that S S^T = diag(p) - p p^T.
+
+        The diagonal, sqrt(p_c) (1 - p_c), takes 1 - p_c as the sum of the other probabilities: a difference
+        would lose all digits for confident networks.
+        """
+        log_p = f.log_softmax(-1)
+        p, root = log_p.exp(), (0.5 * log_p).exp()
+        others = p @ (1 - torch.eye(f.shape[-1], dtype=f.dtype, device=f.device))
+        off_diagonal = p.unsqueeze(-1) * root.unsqueeze(-2)
+        s = torch.diag_embed(root * others) - (off_diagonal - torch.diag_embed(p * root))
+        return s if y.is_floating_point() else torch.where(self._counts(y)[..., None, None], s, 0.0)
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        p = f.detach().softmax(-1)
+        drawn = torch.multinomial(
+            on_generator(p.reshape(-1, f.shape[-1]), generator), 1, generator=generator
+        ).to(f.device)
+        gradient = p - torch.nn.functional.one_hot(drawn.reshape(f.shape[:-1]), f.shape[-1]).to(p)
+        return gradient if y.is_floating_point() else self._masked(gradient, y)
+
+    def to_config(self) -> dict[str, Any]:
+        return {**super().to_config(), "ignore_index": self.ignore_index}
+
+    def _counts(self, y: Tensor) -> Tensor:
+        """Which positions count."""
+        if self.ignore_index is None:
+            return torch.ones_like(y, dtype=torch.bool)
+        return y != self.ignore_index
+
+    def _safe(self, y: Tensor) -> Tensor:
+        """Indices with a valid class at ignored positions."""
+        return torch.where(self._counts(y), y, 0)
+
+    def _masked(self, gradient: Tensor, y: Tensor) -> Tensor:
+        return torch.where(self._counts(y).unsqueeze(-1), gradient, 0.0)

@@ -1,0 +1,150 @@
+"""Regression with noise of one known size, or one size per output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lapis.errors import LikelihoodError, OptionError
+from lapis.likelihoods._draws import normal_like
+from lapis.likelihoods._targets import per_output
+from lapis.likelihoods.base import Kind, Likelihood
+
+
+class Gaussian(Likelihood):
+    """y ~ N(f, diag(sigma^2)): -log p = sum_c (y_c - f_c)^2 / (2 sigma_c^2) + 1/2 log(2 pi sigma_c^2).
+
+    Args:
+        noise: the standard deviation sigma, one number for all outputs or a tensor (C,). A tensor that
+            requires a gradient keeps its graph, so that the evidence can be differentiated in it.
+        channels: see `Likelihood`.
+
+    Targets are (B, C), (B,) when C = 1, or laid out as the network's outputs.
+    """
+
+    name: ClassVar[str] = "gaussian"
+    kind: ClassVar[Kind] = "regression"
+
+    def __init__(self, noise: float | Tensor = 1.0, *, channels: Literal["last", "first"] = "last") -> None:
+        super().__init__(channels=channels)
+        self._noise = _standard_deviation(noise)
+
+    @property
+    def noise(self) -> Tensor:
+        """The noise's standard deviation sigma: 0-d, or (C,)."""
+        return self._noise
+
+    def targets(self, y: Any, f: Tensor, raw_shape: Sequence[int] | None = None) -> Tensor:
+        positions = None if raw_shape is None else self.positions(raw_shape)
+        return per_output(
+            y, f, width=f.shape[-1], channels=self.channels, positions=positions, what="Regression targets"
+        )
+
+    def check_outputs(self, f: Tensor) -> None:
+        super().check_outputs(f)
+        self._sigma(f.shape[-1])
+
+    def position_nll(self, f: Tensor, y: Tensor) -> Tensor:
+        sigma = self._sigma(f.shape[-1]).to(f)
+        return (0.5 * ((y - f) / sigma) ** 2 + sigma.log() + 0.5 * math.log(2 * math.pi)).sum(-1)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return (f - y) / self._sigma(f.shape[-1]).to(f) ** 2
+
+    def factor(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.diag_embed((1 / self._sigma(f.shape[-1]).to(f)).expand(f.shape))
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return normal_like(f, generator) / self._sigma(f.shape[-1]).to(f)
+
+    def statistics(self, f: Tensor, y: Tensor) -> Tensor:
+        """[sse_1 .. sse_C, count_1 .. count_C]: squared errors and numbers of targets, free of the noise."""
+        errors = ((y.double() - f.detach().double()) ** 2).sum((0, 1))
+        return torch.cat([errors, torch.full_like(errors, f.shape[0] * f.shape[1])])
+
+    def log_likelihood(self, statistics: Tensor) -> Tensor:
+        """sum_c -sse_c / (2 sigma_c^2) - count_c / 2 log(2 pi sigma_c^2), differentiable in sigma."""
+        errors, counts = statistics.chunk(2)
+        sigma = self._sigma(len(errors)).to(statistics)
+        return -(0.5 * errors / sigma**2 + counts * (sigma.log() + 0.5 * math.log(2 * math.pi))).sum()
+
+    def with_noise(self, noise: float | Tensor) -> Gaussian:
+        return Gaussian(noise, channels=self.channels)
+
+    def curvature_scale(self, fitted: Likelihood) -> Tensor | float:
+        """(sigma_fitted / sigma)^2, differentiable in sigma; one number, or the curvature must be refitted.
+
+        The fitted noise is a constant here: it is already inside the curvature.
+        """
+        self._same_family(fitted)
+        if fitted.noise is None:
+            raise LikelihoodError("The fitted likelihood has no noise", expected="gaussian", got=repr(fitted))
+        before, now = fitted.noise.detach().double(), self.noise.double()
+        if before.dim() and now.dim() and before.shape != now.shape:
+            raise LikelihoodError(
+                "The two noises are for different numbers of outputs",
+                expected=f"{len(before)}, as fitted",
+                got=str(len(now)),
+                do="pass one noise, or one per output",
+            )
+        ratio = (before.to(now.device) / now) ** 2
+        if ratio.dim() == 0:
+            return ratio
+        if not torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-12, atol=0.0):
+            raise LikelihoodError(
+                "Curvature cannot be rescaled output by output",
+                expected="a noise that changes by the same factor for every output",
+                got=f"variance factors {(1 / ratio).tolist()}",
+                do="refit with the new noise",
+            )
+        if ratio.requires_grad:
+            raise LikelihoodError(
+                "Curvature cannot be differentiated in a noise per output",
+                expected="one noise for all outputs, or no gradient",
+                got=f"a noise of shape {tuple(self.noise.shape)} that requires a gradient",
+                do="use one noise for all outputs, or detach it",
+            )
+        return ratio[0]
+
+    def to_config(self) -> dict[str, Any]:
+        return {**super().to_config(), "noise": self.noise.detach().double().tolist()}
+
+    def _sigma(self, outputs: int) -> Tensor:
+        """The noise as (C,)."""
+        if self._noise.dim() == 1 and len(self._noise) != outputs:
+            raise LikelihoodError(
+                "The noise does not fit the network's outputs",
+                expected=f"one noise, or {outputs} (one per output)",
+                got=f"{len(self._noise)}",
+                do="pass noise=<number>, or a tensor with one entry per output",
+            )
+        return self._noise.expand(outputs)
+
+
+def _standard_deviation(noise: float | Tensor) -> Tensor:
+    """A positive standard deviation as a floating tensor, 0-d or 1-D, with its graph."""
+    try:
+        if isinstance(noise, Tensor):
+            sigma = noise if noise.is_floating_point() else noise.double()
+        else:
+            sigma = torch.as_tensor(noise, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError(
+            "The noise is no number",
+            expected="a positive number, or a tensor (C,) of them",
+            got=repr(noise),
+            do="pass the noise's standard deviation",
+        ) from error
+    values = sigma.detach()
+    if sigma.dim() > 1 or sigma.numel() == 0 or not bool((torch.isfinite(values) & (values > 0)).all()):
+        raise OptionError(
+            "The noise is no standard deviation",
+            expected="a positive finite number, or a tensor (C,) of them",
+            got=str(values.tolist()),
+            do="pass the noise's standard deviation (not its variance or precision)",
+        )
+    return sigma

@@ -1,0 +1,234 @@
+"""A torch module seen as a function of its chosen weights: which they are, how they lie in a flat vector, how to call it.
+
+Flat vectors order the chosen weights as `module.named_parameters()` does; a tied parameter occurs once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lapis.batches import Inputs, describe
+from lapis.errors import DataError, ModelError, OptionError
+
+Weights: TypeAlias = "str | Sequence[str] | Callable[[str, Tensor], bool]"
+"""Which weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter)."""
+
+
+class Network:
+    """A module and the parameters that are uncertain; all others are constants."""
+
+    def __init__(self, module: nn.Module, weights: Weights = "all", example: Inputs | None = None) -> None:
+        if not isinstance(module, nn.Module):
+            raise ModelError("This is no network", expected="a torch.nn.Module", got=type(module).__name__, do="pass the module")
+        self.module = module
+        self.signature: str | None = None
+        """Shapes and dtypes of inputs that are known to work, for messages."""
+        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ModelError(
+                "The network has no trainable weights",
+                expected="parameters with requires_grad=True",
+                got="none",
+                do="unfreeze the weights that are to be uncertain",
+            )
+        self.names: tuple[str, ...] = tuple(self._choose(weights, trainable, example))
+        self.parameters: dict[str, Tensor] = {name: trainable[name] for name in self.names}
+        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.offsets: dict[str, int] = {}
+        self.size = 0
+        for name, parameter in self.parameters.items():
+            self.offsets[name] = self.size
+            self.size += parameter.numel()
+        first = next(iter(self.parameters.values()))
+        self.dtype, self.device = first.dtype, first.device
+        mixed = {p.dtype for p in self.parameters.values()} | {p.device for p in self.parameters.values()}
+        if len(mixed) > 2:
+            raise ModelError(
+                "The chosen weights do not live together",
+                expected="one dtype and one device",
+                got=", ".join(sorted(map(str, mixed))),
+                do="move the network with .to(...)",
+            )
+        self.check_finite()
+
+    # which weights ------------------------------------------------------------------------------------------------
+
+    def _choose(self, weights: Weights, trainable: Mapping[str, Tensor], example: Inputs | None) -> list[str]:
+        if callable(weights):
+            chosen = [name for name, parameter in trainable.items() if weights(name, parameter)]
+        elif weights == "all":
+            return list(trainable)
+        elif weights == "last_layer":
+            layer = self._last_layer(example)
+            chosen = [name for name in trainable if _matches(name, layer)]
+        else:
+            patterns = [weights] if isinstance(weights, str) else list(weights)
+            for pattern in patterns:
+                if not any(_matches(name, pattern) for name, _ in self.module.named_parameters()):
+                    raise OptionError(
+                        f"No weight is called {pattern!r}",
+                        expected='"all", "last_layer", or patterns and module names among the network\'s parameters',
+                        got=repr(pattern),
+                        do="choose among: " + ", ".join(list(trainable)[:12]) + (" ..." if len(trainable) > 12 else ""),
+                    )
+            chosen = [name for name in trainable if any(_matches(name, pattern) for pattern in patterns)]
+        if not chosen:
+            raise ModelError(
+                "No weights were chosen",
+                expected="at least one trainable parameter",
+                got=f"weights={weights!r}, which selects none (frozen weights do not count)",
+                do="widen the selection, or unfreeze the weights",
+            )
+        return chosen
+
+    def _last_layer(self, example: Inputs | None) -> str:
+        """Name of the last module called that owns parameters."""
+        if example is None:
+            raise OptionError("Finding the last layer needs an example", do="name the layer: weights='head'")
+        called: list[str] = []
+        handles = [
+            module.register_forward_hook(lambda *_, name=name: called.append(name))
+            for name, module in self.module.named_modules()
+            if next(module.parameters(recurse=False), None) is not None or _is_parametrised(module)
+        ]
+        try:
+            with evaluating(self.module), torch.no_grad():
+                self.call(example)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not called:
+            raise ModelError("No layer with weights was called", do="name the layer: weights='head'")
+        return called[-1]
+
+    # flat vectors ---------------------------------------------------------------------------------------------------
+
+    def flat(self) -> Tensor:
+        """The chosen weights as one vector (P,), copied."""
+        return torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """A vector (P,) as a dictionary of parameters."""
+        return split_vector(vector, self.shapes)
+
+    # calling --------------------------------------------------------------------------------------------------------
+
+    def call(self, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The output tensor for `inputs`, with some parameters replaced."""
+        args, kwargs = _arguments(inputs)
+        try:
+            if parameters is None:
+                output = self.module(*args, **kwargs)
+            else:
+                output = torch.func.functional_call(self.module, dict(parameters), args, kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise DataError(
+                "The network could not run on this input",
+                expected=self.signature and f"inputs like {self.signature}",
+                got=f"{describe(inputs)}, and the network said: {str(error).strip().splitlines()[0] if str(error) else error!r}",
+                do="pass inputs of the shape and dtype that the network takes",
+            ) from error
+        if not isinstance(output, Tensor):
+            output = getattr(output, "logits", output)
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            raise ModelError(
+                "The network's output cannot be used",
+                expected="one floating tensor (or an object with .logits)",
+                got=describe(output),
+                do="wrap the network so that it returns the tensor that the likelihood takes",
+            )
+        return output
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Evaluation mode, gradients for the chosen weights only; everything is put back, whatever happens."""
+        flags = {name: p.requires_grad for name, p in self.module.named_parameters()}
+        chosen = set(self.names)
+        with evaluating(self.module):
+            try:
+                for name, parameter in self.module.named_parameters():
+                    parameter.requires_grad_(name in chosen)
+                with torch.enable_grad():
+                    yield
+            finally:
+                for name, parameter in self.module.named_parameters():
+                    parameter.requires_grad_(flags[name])
+
+    # checks ---------------------------------------------------------------------------------------------------------
+
+    def check_finite(self) -> None:
+        """Refuse NaN and infinity in any parameter or buffer, by name."""
+        for name, tensor in self.module.state_dict().items():
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise ModelError(
+                    f"The network's {name!r} is not finite",
+                    expected="finite weights and buffers",
+                    got="NaN or infinity",
+                    do="train again with a smaller learning rate, or load a good checkpoint",
+                )
+
+    def fingerprint(self) -> str:
+        """A digest of every parameter and buffer: names, shapes, values."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in self.module.state_dict().items():
+            if isinstance(tensor, Tensor):
+                digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for all submodules; modes and buffers come back as they were."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        module.eval()
+        yield
+    finally:
+        for submodule, training in modes:
+            submodule.training = training
+        with torch.no_grad():
+            for buffer, saved in buffers:
+                if not torch.equal(buffer, saved):
+                    buffer.copy_(saved)
+
+
+def split_vector(vector: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """A vector (P,) cut into tensors of the given shapes, in order."""
+    sizes = [int(torch.Size(shape).numel()) for shape in shapes.values()]
+    if vector.dim() != 1 or vector.numel() != sum(sizes):
+        raise DataError(
+            "The vector does not fit the weights",
+            expected=f"shape ({sum(sizes)},)",
+            got=str(tuple(vector.shape)),
+            do="pass one weight vector, or a stack (n, P) of them",
+        )
+    return {
+        name: part.reshape(shape)
+        for (name, shape), part in zip(shapes.items(), vector.split(sizes), strict=True)
+    }
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """A glob pattern over the parameter's name, or the name of a module that contains it."""
+    return fnmatchcase(name, pattern) or name.startswith(pattern + ".")
+
+
+def _is_parametrised(module: nn.Module) -> bool:
+    return torch.nn.utils.parametrize.is_parametrized(module)
+
+
+def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    return (inputs,), {}

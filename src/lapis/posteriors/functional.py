@@ -1,0 +1,110 @@
+"""The linearised network's outputs: f(x) and J Sigma J^T, without ever holding all of J for structured posteriors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Inputs, as_inputs, batch_length, check_finite, describe, take, tensors_in
+from lapis.curvature.block import BlockGaussian
+from lapis.curvature.contributions import Contribution
+from lapis.curvature.fit import WORK_BYTES, Curvature, check_outputs, examples_at_once, position_seeds
+from lapis.curvature.tape import Record
+from lapis.errors import DataError
+from lapis.network import Network
+from lapis.predictions import LatentGaussian
+
+Kind = Literal["diagonal", "full", "joint"]
+
+
+def check_inputs(inputs: Inputs, network: Network, signature: str) -> Inputs:
+    """Inputs on the network's device, refused when empty, not finite, or of another floating dtype."""
+    ready = as_inputs(inputs, network.dtype, network.device)
+    if not tensors_in(ready) or batch_length(ready) == 0:
+        raise DataError("There is nothing to predict", expected=signature, got=describe(ready), do="pass some examples")
+    for tensor in tensors_in(ready):
+        if tensor.is_floating_point() and tensor.dtype != network.dtype:
+            raise DataError(
+                "The inputs have another dtype than the network",
+                expected=f"{network.dtype} (the fit saw {signature})",
+                got=describe(ready),
+                do=f"convert the inputs with .to({network.dtype})",
+            )
+    check_finite(ready, "this batch")
+    return ready
+
+
+def linearised(
+    network: Network,
+    curvature: Curvature,
+    gaussians: Sequence[BlockGaussian],
+    inputs: Inputs,
+    kind: Kind,
+    memory_budget: int,
+) -> tuple[LatentGaussian, torch.Size]:
+    """Mean and (co)variance of the outputs at `inputs`, and the raw output's shape."""
+    work = min(WORK_BYTES, memory_budget)
+    means, covariances = [], []
+    shape: torch.Size | None = None
+    with network.prepared():
+        for part in _parts(curvature, inputs, kind, work):
+            record = curvature.tape.record(part)
+            check_outputs(record.f.detach(), curvature.outputs, "this batch")
+            means.append(record.f.detach())
+            covariances.append(_joint(record, curvature, gaussians) if kind == "joint" else _each(record, curvature, gaussians, kind))
+            shape = record.raw_shape
+    assert shape is not None
+    mean = torch.cat(means)
+    shape = torch.Size((mean.shape[0], *shape[1:]))
+    if kind == "joint":
+        joint = covariances[0].to(mean.dtype)
+        return LatentGaussian(mean, joint.diagonal().reshape(mean.shape), None, joint), shape
+    covariance = torch.cat(covariances).to(mean.dtype)
+    if kind == "diagonal":
+        return LatentGaussian(mean, covariance), shape
+    return LatentGaussian(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance), shape
+
+
+def _parts(curvature: Curvature, inputs: Inputs, kind: Kind, work: int) -> Iterator[Inputs]:
+    length = batch_length(inputs)
+    step = length if kind == "joint" else examples_at_once(curvature, curvature.outputs, work)
+    for start in range(0, length, step):
+        yield take(inputs, start, min(start + step, length))
+
+
+def _unit_factor(f: Tensor) -> Tensor:
+    batch, positions, outputs = f.shape
+    return torch.eye(outputs, dtype=f.dtype, device=f.device).expand(batch, positions, outputs, outputs)
+
+
+def _each(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussian], kind: Kind) -> Tensor:
+    """(B, T, C, C), or (B, T, C)."""
+    found = []
+    for seeds in position_seeds(_unit_factor(record.f.detach()), record.f.shape[-1]):
+        contributions = record.contributions(seeds)
+        parts = [
+            gaussian.covariance(_own(contributions, places), kind == "diagonal")
+            for gaussian, places in zip(gaussians, curvature.places, strict=True)
+        ]
+        found.append(torch.stack(parts).sum(0) if len({part.dtype for part in parts}) == 1 else sum(parts[1:], parts[0]))
+    return torch.stack(found, dim=1)
+
+
+def _joint(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussian]) -> Tensor:
+    """(B T C, B T C)."""
+    batch, positions, outputs = record.f.shape
+    total = batch * positions * outputs
+    seeds = torch.cat(list(position_seeds(_unit_factor(record.f.detach()), outputs)))
+    contributions = record.contributions(seeds)
+    parts = [
+        gaussian.joint(_own(contributions, places))
+        for gaussian, places in zip(gaussians, curvature.places, strict=True)
+    ]
+    return sum(parts[1:], parts[0]).reshape(total, total)
+
+
+def _own(contributions: Sequence[Contribution], places: Sequence[int]) -> list[Contribution]:
+    return [contributions[place] for place in places]

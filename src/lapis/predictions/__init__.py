@@ -1,0 +1,109 @@
+"""From the outputs' distribution to p(y | x): the last step of every posterior's `predict`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+
+from lapis.errors import OptionError
+from lapis.likelihoods import Likelihood
+from lapis.predictions.base import Prediction
+from lapis.predictions.classification import ClassificationPrediction, Link
+from lapis.predictions.count import CountPrediction
+from lapis.predictions.function import FunctionPrediction
+from lapis.predictions.latent import Latent, LatentGaussian, LatentSamples
+from lapis.predictions.regression import RegressionPrediction
+
+__all__ = [
+    "ClassificationPrediction",
+    "CountPrediction",
+    "FunctionPrediction",
+    "LatentGaussian",
+    "LatentSamples",
+    "Prediction",
+    "RegressionPrediction",
+    "predict",
+]
+
+DEFAULT_SAMPLES = 256
+
+
+def predict(
+    likelihood: Likelihood,
+    latent: Latent,
+    *,
+    raw_shape: Sequence[int],
+    link: str | None = None,
+    samples: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Prediction:
+    """p(y | x) under `likelihood` when the outputs are distributed as `latent`.
+
+    Args:
+        likelihood: what the outputs mean.
+        latent: distribution of the canonical outputs (B, T, C).
+        raw_shape: shape of the network's own output, whose layout the prediction takes.
+        link: for classes, "probit" (default), "mc" or "bridge": how Gaussian logits become probabilities.
+        samples: draws of f where Monte Carlo is needed, 256 unless given.
+        generator: where their seed comes from; without it the seed is 0.
+    """
+    chosen = _checked_link(likelihood, latent, link)
+    count = _checked_samples(likelihood, latent, chosen, samples)
+    shape = tuple(raw_shape)
+    seed = 0
+    if generator is not None:
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
+    if likelihood.kind == "classification":
+        return ClassificationPrediction(likelihood, latent, shape, count, seed, chosen)
+    if likelihood.kind == "regression":
+        return RegressionPrediction(likelihood, latent, shape, count, seed)
+    if likelihood.kind == "count":
+        return CountPrediction(likelihood, latent, shape, count, seed)
+    return FunctionPrediction(likelihood, latent, shape, count, seed)
+
+
+def _checked_link(likelihood: Likelihood, latent: Latent, link: str | None) -> Link | None:
+    """The link that is used: None where there is nothing to choose."""
+    gaussian_logits = likelihood.kind == "classification" and isinstance(latent, LatentGaussian)
+    if link is not None and not gaussian_logits:
+        about = "sampled networks" if likelihood.kind == "classification" else likelihood.name + " outputs"
+        raise OptionError(
+            f"A link has no meaning for {about}",
+            expected="link=None",
+            got=repr(link),
+            do='leave link out; it belongs to linearised classification (method="linearised")',
+        )
+    if not gaussian_logits:
+        return None
+    for known in get_args(Link):
+        if link == known or (link is None and known == "probit"):
+            found: Link = known
+            return found
+    raise OptionError(
+        "Unknown link", expected=", ".join(f'"{known}"' for known in get_args(Link)), got=repr(link)
+    )
+
+
+def _checked_samples(likelihood: Likelihood, latent: Latent, link: Link | None, samples: int | None) -> int:
+    """The number of draws; OptionError for a number that would be ignored."""
+    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples <= 0):
+        raise OptionError("No number of samples", expected="a whole number > 0", got=repr(samples))
+    if isinstance(latent, LatentSamples):
+        drawn = len(latent.values)
+        if samples not in (None, drawn):
+            raise OptionError(
+                "The networks are drawn already", expected=f"samples=None or {drawn}", got=repr(samples)
+            )
+        return drawn
+    exact = likelihood.kind in ("regression", "count") or link == "bridge"
+    if samples is not None and exact and not latent.is_joint:
+        about = 'the link "bridge"' if link == "bridge" else f"the linearised {likelihood.name} prediction"
+        raise OptionError(
+            f"Samples have no meaning for {about}: nothing is drawn",
+            expected="samples=None",
+            got=repr(samples),
+            do='leave samples out, or choose method="sampled"',
+        )
+    return DEFAULT_SAMPLES if samples is None else samples

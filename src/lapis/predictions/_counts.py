@@ -1,0 +1,94 @@
+"""Poisson counts whose log rate is normal: densities, distribution function and quantiles, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lapis.predictions._quadrature import nodes_like
+
+# Quantiles beyond this many counts are the rate's own: the Poisson noise is then below 1e-7 of them.
+MANY = 2.0**50
+# The smallest variance told apart from a certain rate.
+CERTAIN = 1e-20
+
+
+def log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """log E[Poisson(y; e^f)], f ~ N(mean, variance), elementwise.
+
+    Gauss-Hermite around the integrand's own mode and width: as a function of f the Poisson density of a large
+    count is much narrower than N(mean, variance), and fixed nodes would miss it.
+    """
+    variance = variance.clamp_min(CERTAIN)
+    shift = _mode_shift(y, mean, variance)
+    width = (1 / variance + (mean + shift).exp()).rsqrt()
+    z, log_weights = nodes_like(mean)
+    offset = shift + width * z
+    f = mean + offset
+    log_integrand = y * f - f.exp() - torch.lgamma(y + 1) - 0.5 * offset**2 / variance - 0.5 * variance.log()
+    return (log_weights + log_integrand + 0.5 * z**2 + width.log()).logsumexp(0)
+
+
+def _mode_shift(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """d that maximises y (m + d) - e^(m + d) - d^2 / 2v: d = v y - w, where w + log w = log v + m + v y.
+
+    With x = log w, e^x + x = L is solved by Newton steps, which fall monotonically from the starts below.
+    """
+    log_variance = variance.log()
+    right = log_variance + mean + variance * y
+    x = torch.where(right > 1, right.clamp_min(1.0).log(), right)
+    for _ in range(12):
+        exponential = x.exp()
+        x = x - (exponential + x - right) / (exponential + 1)
+    # f = x - log v loses digits for small v, m + v y - w for large ones.
+    return torch.where(variance > 1, x - log_variance - mean, variance * y - x.exp())
+
+
+def cumulative(k: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """P(Y <= k) for Y ~ Poisson(e^f), f ~ N(mean, variance), elementwise, to about 1e-8.
+
+    It equals P(f < log G) with G ~ Gamma(k + 1). Given f that is a smooth step of width 1 / sqrt(k + 1) in f;
+    given G it is a smooth step of width sqrt(v) in log G. Integrate over the narrower of the two, where the
+    step is smooth.
+    """
+    deviation = variance.clamp_min(CERTAIN).sqrt()
+    shape = k + 1
+    z, log_weights = nodes_like(mean)
+    rate = (mean + deviation * z).exp()
+    over_rate = (log_weights.exp() * torch.special.gammaincc(shape.expand_as(rate), rate)).sum(0)
+    step = 0.4
+    u = torch.arange(-20.0, 9.0, step, dtype=torch.float64, device=mean.device)
+    u = u.reshape(-1, *([1] * mean.dim()))
+    log_gamma = shape.log() + u / shape.sqrt()
+    # density of log G at log(k + 1) + u / sqrt(k + 1), relative to its value at u = 0
+    density = (u * shape.sqrt() - shape * torch.expm1(u / shape.sqrt())).exp()
+    over_gamma = (density * torch.special.ndtr((log_gamma - mean) / deviation)).sum(0) / density.sum(0)
+    return torch.where(deviation * shape.sqrt() > 1, over_gamma, over_rate)
+
+
+def quantile(level: float, distribution: Callable[[Tensor], Tensor], rate: Tensor) -> Tensor:
+    """The smallest count k with P(Y <= k) >= level, elementwise, by doubling and bisection.
+
+    Args:
+        level: a probability.
+        distribution: P(Y <= k) of float64 counts k.
+        rate: the same quantile of the rate e^f: where to start, and the answer beyond `MANY` counts.
+    """
+    many = ~(rate < MANY)
+    low = torch.full_like(rate, -1.0)
+    high = torch.where(many, 0.0, rate).ceil().clamp_min(1.0)
+    short = (distribution(high) < level) & ~many
+    while bool(short.any()):
+        low = torch.where(short, high, low)
+        high = torch.where(short, 2 * high, high)
+        short = short & (distribution(high) < level) & (high < MANY)
+    high = torch.where(many, low + 1, high)
+    while bool((high - low > 1).any()):
+        middle = ((low + high) / 2).floor()
+        below = distribution(middle.clamp_min(0.0)) < level
+        open_ = high - low > 1
+        low = torch.where(open_ & below, middle, low)
+        high = torch.where(open_ & ~below, middle, high)
+    return torch.where(many, rate, high)

@@ -1,0 +1,105 @@
+"""From Gaussian logits to class probabilities: probit, Monte Carlo, Laplace bridge.
+
+Everything is done on log probabilities (..., K), so that no probability rounds to zero. A binary output z is
+the pair of logits (-z/2, z/2), whose softmax is (sigmoid(-z), sigmoid(z)).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from lapis.predictions._quadrature import nodes_like
+
+# Dirichlet parameters beyond e^60 differ from a point mass by less than float64 can tell.
+LARGEST_LOG_ALPHA = 60.0
+
+
+def entropy(log_probs: Tensor) -> Tensor:
+    """-sum_k p_k log p_k over the last dimension, in nats."""
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def pair(z: Tensor) -> Tensor:
+    """Binary logits (...) as two logits (..., 2), for "no" and "yes"."""
+    return torch.stack([-0.5 * z, 0.5 * z], -1)
+
+
+def probit(mean: Tensor, variance: Tensor) -> Tensor:
+    """Logits f / sqrt(1 + pi/8 v): the mean of a sigmoid under N(f, v), nearly (MacKay 1992)."""
+    return mean / (1 + math.pi / 8 * variance.clamp_min(0)).sqrt()
+
+
+def monte_carlo(draws: Iterable[Tensor], logits: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """log of the mean probabilities, and the mean entropy, over draws of f that come in chunks (S', ...)."""
+    total: Tensor | None = None
+    expected: Tensor | None = None
+    count = 0
+    for chunk in draws:
+        log_probs = logits(chunk).log_softmax(-1)
+        part, uncertainty = log_probs.logsumexp(0), entropy(log_probs).sum(0)
+        total = part if total is None else torch.logaddexp(total, part)
+        expected = uncertainty if expected is None else expected + uncertainty
+        count += len(chunk)
+    if total is None or expected is None:
+        raise ValueError("no draws")
+    return (total - math.log(count)).log_softmax(-1), expected / count
+
+
+def zero_sum(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variances of f ~ N(mean, covariance) given that its outputs sum to zero.
+
+    The softmax does not feel the sum; the bridge's Dirichlet in the softmax basis lives where it is zero:
+    f - V1 (1^T f) / (1^T V 1), and V - V1 1^T V / (1^T V 1). Nothing changes where the sum is certain.
+    """
+    rows = covariance.sum(-1)
+    total = rows.sum(-1, keepdim=True)
+    share = torch.where(total > 0, rows / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
+    variance = covariance.diagonal(dim1=-2, dim2=-1) - share * rows
+    return mean - share * mean.sum(-1, keepdim=True), variance
+
+
+def bridge(mean: Tensor, variance: Tensor) -> Tensor:
+    """log alpha of the Laplace bridge's Dirichlet over K classes (MacKay 1998; Hobbhahn et al. 2022):
+
+    alpha_k = (1 - 2/K + e^(f_k) / K^2 sum_l e^(-f_l)) / V_kk.
+    """
+    classes = mean.shape[-1]
+    log_sum = mean + torch.logsumexp(-mean, -1, keepdim=True) - 2 * math.log(classes)
+    if classes > 2:
+        log_sum = torch.logaddexp(log_sum, torch.full_like(log_sum, math.log1p(-2 / classes)))
+    return log_sum - variance.clamp_min(torch.finfo(variance.dtype).tiny).log()
+
+
+def dirichlet_entropy(log_alpha: Tensor) -> Tensor:
+    """Expected entropy under Dirichlet(alpha): with a = sum_k alpha_k,
+
+    digamma(a + 1) - sum_k alpha_k / a digamma(alpha_k + 1).
+    """
+    excess = (log_alpha.amax(-1, keepdim=True) - LARGEST_LOG_ALPHA).clamp_min(0)
+    alpha = (log_alpha - excess).exp()
+    total = alpha.sum(-1)
+    shares = alpha / total.unsqueeze(-1)
+    return torch.digamma(total + 1) - (shares * torch.digamma(alpha + 1)).sum(-1)
+
+
+def expected_binary_entropy(mean: Tensor, variance: Tensor) -> Tensor:
+    """E[H(sigmoid(z))], z ~ N(mean, variance), elementwise, to about 1e-8.
+
+    Up to variance 1, Gauss-Hermite. Beyond, the entropy is a bump that the nodes would miss: there the
+    trapezoidal rule over the bump itself, |z| < 40, which converges exponentially for functions as smooth as
+    this.
+    """
+    mean, variance = mean.double(), variance.double().clamp_min(0)
+    z, log_weights = nodes_like(mean)
+    narrow = (log_weights.exp() * entropy(pair(mean + variance.sqrt() * z).log_softmax(-1))).sum(0)
+    step = 0.25
+    grid = torch.arange(-40.0, 40.0 + step, step, dtype=torch.float64, device=mean.device)
+    bump = step * entropy(pair(grid).log_softmax(-1))
+    wide_variance = variance.clamp_min(1.0).unsqueeze(-1)
+    density = (-0.5 * (grid - mean.unsqueeze(-1)) ** 2 / wide_variance).exp()
+    wide = (density / (2 * math.pi * wide_variance).sqrt()) @ bump
+    return torch.where(variance > 1, wide, narrow)

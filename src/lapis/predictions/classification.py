@@ -1,0 +1,110 @@
+"""Predictions of classes: probabilities, and how much of the uncertainty more data would remove."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lapis.likelihoods import Bernoulli
+from lapis.predictions._links import (
+    bridge,
+    dirichlet_entropy,
+    entropy,
+    expected_binary_entropy,
+    monte_carlo,
+    pair,
+    probit,
+    zero_sum,
+)
+from lapis.predictions.base import Prediction
+
+Link = Literal["probit", "mc", "bridge"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ClassificationPrediction(Prediction):
+    """p(y | x) of classes (categorical), or of each of C yes-or-no labels (Bernoulli).
+
+    `link` says how the linearised network's Gaussian logits become probabilities; it is None for sampled
+    networks, whose probabilities are averaged. Entropies are in nats, (B, *positions) for classes; for labels
+    one for each, laid out as the outputs. Densities of labels are taken from `probs`, label by label.
+    """
+
+    link: Link | None
+
+    @property
+    def probs(self) -> Tensor:
+        """p(y = c | x), laid out as the outputs; for labels the probability of "yes"."""
+        log_probs = self._log_probs[..., 1] if self._binary else self._log_probs
+        return self.likelihood.layout(log_probs.exp(), self.raw_shape)
+
+    @property
+    def entropy(self) -> Tensor:
+        """Total uncertainty: the entropy of `probs`."""
+        return self._lay(entropy(self._log_probs))
+
+    @property
+    def aleatoric_entropy(self) -> Tensor:
+        """Expected entropy given the weights: what remains however much data comes."""
+        return self._lay(self._expected_entropy)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Entropy minus expected entropy: what the label would tell about the weights; never below zero."""
+        return self._lay((entropy(self._log_probs) - self._expected_entropy).clamp_min(0))
+
+    @property
+    def _binary(self) -> bool:
+        return isinstance(self.likelihood, Bernoulli)
+
+    def _logits(self, f: Tensor) -> Tensor:
+        return pair(f) if self._binary else f
+
+    @cached_property
+    def _monte_carlo(self) -> tuple[Tensor, Tensor]:
+        """log mean probabilities and mean entropy over draws of f."""
+        return monte_carlo(self.latent.draws(self.samples, self.seed), self._logits)
+
+    @cached_property
+    def _log_alpha(self) -> Tensor:
+        """The Laplace bridge's Dirichlet, (B, T, K), or (B, T, C, 2) for labels; in float64."""
+        mean, variance = self.latent.mean.double(), self.latent.variance.double().clamp_min(0)
+        if self._binary:
+            return bridge(pair(mean), pair(mean).new_ones(2) * variance.unsqueeze(-1) / 4)
+        blocks = self.latent.blocks
+        covariance = torch.diag_embed(variance) if blocks is None else blocks.double()
+        return bridge(*zero_sum(mean, covariance))
+
+    @cached_property
+    def _log_probs(self) -> Tensor:
+        """log p(y = c | x): (B, T, C), or (B, T, C, 2) for labels."""
+        if self.link == "probit":
+            return self._logits(probit(self.latent.mean, self.latent.variance)).log_softmax(-1)
+        if self.link == "bridge":
+            return self._log_alpha.log_softmax(-1).to(self.latent.mean.dtype)
+        return self._monte_carlo[0]
+
+    @cached_property
+    def _expected_entropy(self) -> Tensor:
+        """(B, T), or (B, T, C) for labels. For probit by quadrature (labels) or Monte Carlo."""
+        dtype = self.latent.mean.dtype
+        if self.link == "bridge":
+            return dirichlet_entropy(self._log_alpha).to(dtype)
+        if self.link == "probit" and self._binary:
+            return expected_binary_entropy(self.latent.mean, self.latent.variance).to(dtype)
+        return self._monte_carlo[1]
+
+    def _position_log_prob(self, target: Tensor) -> Tensor:
+        """The likelihood's own density, at logits whose softmax (sigmoid) is `probs`."""
+        log_probs = self._log_probs
+        logits = log_probs[..., 1] - log_probs[..., 0] if self._binary else log_probs
+        return -self.likelihood.position_nll(logits, target)
+
+    def _lay(self, canonical: Tensor) -> Tensor:
+        if self._binary:
+            return self.likelihood.layout(canonical, self.raw_shape)
+        return self.likelihood.spread(canonical, self.raw_shape)

@@ -1,0 +1,155 @@
+"""What a posterior says about the outputs f: a Gaussian (linearised network), or draws (sampled networks)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapis.errors import ModelError, NotPositiveDefiniteError
+
+# Monte Carlo works through its draws in chunks of about this many numbers (32 MB in float64).
+CHUNK = 2**22
+
+
+@dataclass(frozen=True, eq=False)
+class LatentGaussian:
+    """f ~ N(mean, covariance) for B examples, T positions, C outputs.
+
+    Args:
+        mean: (B, T, C).
+        variance: marginal variances (B, T, C).
+        covariance: over the outputs of each position, (B, T, C, C), or None when only the variances are
+            known; they then count as independent.
+        joint: over everything, (B T C, B T C) in the order of mean.flatten(), or None.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor | None = None
+    joint: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        outputs, total = self.mean.shape[-1], self.mean.numel()
+        _check_shape("variance", self.variance, tuple(self.mean.shape))
+        if self.covariance is not None:
+            _check_shape("covariance", self.covariance, (*self.mean.shape, outputs))
+        if self.joint is not None:
+            _check_shape("joint covariance", self.joint, (total, total))
+
+    @property
+    def blocks(self) -> Tensor | None:
+        """Covariance of each position's outputs, (B, T, C, C), cut out of the joint one if need be."""
+        if self.covariance is not None or self.joint is None:
+            return self.covariance
+        batch, positions, outputs = self.mean.shape
+        cells = self.joint.reshape(batch * positions, outputs, batch * positions, outputs)
+        diagonal = cells.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+        return diagonal.reshape(batch, positions, outputs, outputs)
+
+    @cached_property
+    def deviation(self) -> Tensor:
+        """Marginal standard deviations, with variances that rounding made negative taken as zero."""
+        return self.variance.clamp_min(0).sqrt()
+
+    @cached_property
+    def _root(self) -> Tensor | None:
+        blocks = self.blocks
+        return None if blocks is None else square_root(blocks)
+
+    @property
+    def is_joint(self) -> bool:
+        return self.joint is not None
+
+    def draws(self, samples: int, seed: int, *, joint: bool = False) -> Iterator[Tensor]:
+        """Draws of f in chunks (S', B, T, C): of each position alone, or of all examples with `joint`."""
+        generator = torch.Generator(device=self.mean.device).manual_seed(seed)
+        whole = square_root(self.joint) if joint and self.joint is not None else None
+        done = 0
+        while done < samples:
+            count = min(samples - done, max(1, CHUNK // max(1, self.mean.numel())))
+            noise = torch.randn(
+                count, *self.mean.shape, dtype=self.mean.dtype, device=self.mean.device, generator=generator
+            )
+            if whole is not None:
+                change = (noise.flatten(1) @ whole.T).reshape(noise.shape)
+            elif self._root is not None:
+                change = torch.einsum("btcd,sbtd->sbtc", self._root, noise)
+            else:
+                change = noise * self.deviation
+            yield self.mean + change
+            done += count
+
+
+@dataclass(frozen=True, eq=False)
+class LatentSamples:
+    """Outputs of S networks drawn from the posterior, equally weighted.
+
+    Args:
+        values: (S, B, T, C).
+        joint: whether densities are to be taken over all examples at once (each network answers for the whole
+        batch).
+    """
+
+    values: Tensor
+    joint: bool = False
+
+    def __post_init__(self) -> None:
+        if self.values.dim() != 4 or self.values.shape[0] == 0:
+            raise ModelError(
+                "Outputs of sampled networks have the wrong shape",
+                expected="(S, B, T, C) with S >= 1",
+                got=str(tuple(self.values.shape)),
+            )
+
+    @cached_property
+    def mean(self) -> Tensor:
+        return self.values.mean(0)
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """Variance over the S networks (divided by S: they are the whole mixture)."""
+        return self.values.var(0, unbiased=False)
+
+    @property
+    def blocks(self) -> None:
+        return None
+
+    @property
+    def is_joint(self) -> bool:
+        return self.joint
+
+    def draws(self, samples: int, seed: int, *, joint: bool = False) -> Iterator[Tensor]:
+        """The networks' outputs themselves."""
+        yield self.values
+
+
+Latent = LatentGaussian | LatentSamples
+
+
+def square_root(covariance: Tensor) -> Tensor:
+    """R with R R^T = covariance, for any positive semi-definite (..., C, C), singular ones too: no jitter."""
+    values, vectors = torch.linalg.eigh(covariance.double())
+    largest = values.abs().amax(-1, keepdim=True)
+    # Rounding in the covariance's own dtype leaves eigenvalues of about -eps; sqrt(eps) is far from both.
+    if not bool((values >= -(torch.finfo(covariance.dtype).eps ** 0.5) * largest).all()):
+        raise NotPositiveDefiniteError(
+            "A covariance of the outputs is no covariance",
+            expected="eigenvalues >= 0",
+            got=f"{values.min().item():.4g}",
+            do="refit in float64, or with a larger prior precision",
+        )
+    root: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    return root.to(covariance.dtype)
+
+
+def _check_shape(what: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != expected:
+        raise ModelError(
+            f"The {what} of the outputs has the wrong shape",
+            expected=str(expected),
+            got=str(tuple(tensor.shape)),
+        )

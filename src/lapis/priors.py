@@ -1,0 +1,225 @@
+"""Gaussian priors over weights: a mean, and one precision for each group of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lapis.errors import PriorError
+from lapis.network import Network
+
+Groups: TypeAlias = "str | Mapping[str, str | Sequence[str]] | Callable[[str], str]"
+"""How weights share precisions: "one", "layer", "parameter", "weight"; name patterns by group; or name -> group."""
+
+_ALIASES = {"tensor": "parameter", "single": "one", "per_layer": "layer", "per_parameter": "parameter"}
+
+
+@dataclass(frozen=True)
+class Prior:
+    """N(mean, diag(precision)^-1), before it knows which network it is for.
+
+    Args:
+        precision: one number for all groups, a vector of one a group, or a mapping from group names. With
+            groups="weight" a vector over all weights. May require grad: the evidence is differentiable in it.
+        groups: see `Groups`. A group is named after its layer or parameter.
+        mean: a number, a flat vector (P,), or a dictionary of parameters.
+
+    >>> Prior(0.1, groups="layer")
+    Prior(precision=0.1, groups='layer', mean=0.0)
+    """
+
+    precision: float | Tensor | Sequence[float] | Mapping[str, float | Tensor] = 1.0
+    groups: Groups = "one"
+    mean: float | Tensor | Mapping[str, Tensor] = 0.0
+
+    def resolve(self, network: Network) -> WeightPrior:
+        """The prior of this network's chosen weights, after every check."""
+        labels, group_of = _group(self.groups, network)
+        count = network.size if group_of is None else len(labels)
+        precision = _precisions(self.precision, labels, count)
+        if not bool((torch.isfinite(precision) & (precision > 0)).all()):
+            raise PriorError(
+                "A prior precision is out of range",
+                expected="finite positive precisions",
+                got=f"values from {float(precision.min()):.3g} to {float(precision.max()):.3g}",
+                do="use a small positive number for a wide prior",
+            )
+        return WeightPrior(network, labels, group_of, precision.to(network.device), _mean(self.mean, network))
+
+
+@dataclass(frozen=True)
+class WeightPrior:
+    """A prior over the weights of one network.
+
+    `precision` has one entry a group, float64; `group_of` maps parameter names to groups, and is None when every weight
+    is its own group. `mean` is 0-d or (P,), float64.
+    """
+
+    network: Network
+    labels: tuple[str, ...]
+    group_of: Mapping[str, int] | None
+    precision: Tensor
+    mean: Tensor
+
+    def of(self, name: str) -> Tensor:
+        """Precision of a parameter: 0-d, or one entry a weight (flat)."""
+        if self.group_of is None:
+            start = self.network.offsets[name]
+            return self.precision[start : start + self.network.parameters[name].numel()]
+        return self.precision[self.group_of[name]]
+
+    def vector(self) -> Tensor:
+        """Precision of every weight, (P,)."""
+        if self.group_of is None:
+            return self.precision
+        return self.precision[self.group_index()]
+
+    def group_index(self) -> Tensor:
+        """Group of every weight, (P,)."""
+        if self.group_of is None:
+            return torch.arange(self.network.size, device=self.precision.device)
+        sizes = torch.tensor([self.network.parameters[name].numel() for name in self.network.names])
+        groups = torch.tensor([self.group_of[name] for name in self.network.names])
+        return torch.repeat_interleave(groups, sizes).to(self.precision.device)
+
+    def sizes(self) -> Tensor:
+        """Number of weights in each group."""
+        if self.group_of is None:
+            return torch.ones_like(self.precision)
+        sizes = torch.zeros(len(self.labels), dtype=torch.float64, device=self.precision.device)
+        for name, group in self.group_of.items():
+            sizes[group] += self.network.parameters[name].numel()
+        return sizes
+
+    def squared_distance(self, weights: Tensor) -> Tensor:
+        """|t - mean|^2 within each group."""
+        squares = (weights.double() - self.mean).square()
+        if self.group_of is None:
+            return squares
+        return torch.stack(
+            [
+                sum((squares[self._span(name)].sum() for name in self._members(group)), squares.new_zeros(()))
+                for group in range(len(self.labels))
+            ]
+        )
+
+    def logdet(self) -> Tensor:
+        """log |Lambda|."""
+        return (self.sizes() * self.precision.log()).sum()
+
+    def with_precision(self, precision: Tensor) -> WeightPrior:
+        return replace(self, precision=precision)
+
+    def _members(self, group: int) -> list[str]:
+        assert self.group_of is not None
+        return [name for name, index in self.group_of.items() if index == group]
+
+    def _span(self, name: str) -> slice:
+        start = self.network.offsets[name]
+        return slice(start, start + self.network.parameters[name].numel())
+
+
+def as_prior(prior: Any) -> Prior:
+    """A `Prior` from what users pass: a number is one precision for all weights."""
+    if isinstance(prior, Prior):
+        return prior
+    if isinstance(prior, (int, float, Tensor)) and not isinstance(prior, bool):
+        return Prior(prior)
+    raise PriorError("This is no prior", expected="a lapis.Prior or a precision", got=type(prior).__name__, do="pass a number")
+
+
+def _group(groups: Groups, network: Network) -> tuple[tuple[str, ...], dict[str, int] | None]:
+    if isinstance(groups, str):
+        groups = _ALIASES.get(groups, groups)
+        if groups == "weight":
+            return ("weight",), None
+        names: dict[str, Callable[[str], str]] = {"one": lambda _: "all", "layer": layer_of, "parameter": lambda name: name}
+        if groups not in names:
+            raise PriorError(
+                "Unknown grouping of the prior",
+                expected='"one", "layer", "parameter", "weight", a mapping of patterns, or a function',
+                got=repr(groups),
+                do="choose one of these",
+            )
+        label_of = names[groups]
+    elif isinstance(groups, Mapping):
+        label_of = _pattern_labels(groups, network)
+    else:
+        label_of = groups
+    assigned = {name: label_of(name) for name in network.names}
+    labels = tuple(dict.fromkeys(groups)) if isinstance(groups, Mapping) else tuple(dict.fromkeys(assigned.values()))
+    return labels, {name: labels.index(label) for name, label in assigned.items()}
+
+
+def _pattern_labels(groups: Mapping[str, str | Sequence[str]], network: Network) -> Callable[[str], str]:
+    found: dict[str, list[str]] = {name: [] for name in network.names}
+    for label, patterns in groups.items():
+        for name in network.names:
+            listed = [patterns] if isinstance(patterns, str) else patterns
+            if any(fnmatchcase(name, pattern) or name.startswith(pattern + ".") for pattern in listed):
+                found[name].append(label)
+    wrong = [name for name, labels in found.items() if len(labels) != 1]
+    empty = [label for label in groups if not any(label in labels for labels in found.values())]
+    if wrong or empty:
+        raise PriorError(
+            "The groups do not partition the weights",
+            expected="every parameter in exactly one group, every group with a parameter",
+            got=f"{wrong[0]!r} in {len(found[wrong[0]])} groups" if wrong else f"group {empty[0]!r} without parameters",
+            do="mend the patterns",
+        )
+    return lambda name: found[name][0]
+
+
+def layer_of(name: str) -> str:
+    """The layer that a parameter belongs to: its module's name."""
+    return name.split(".parametrizations.")[0] if ".parametrizations." in name else name.rpartition(".")[0] or name
+
+
+def _precisions(value: Any, labels: tuple[str, ...], count: int) -> Tensor:
+    if isinstance(value, Mapping):
+        if set(value) != set(labels):
+            raise PriorError(
+                "The precisions do not name the groups",
+                expected=", ".join(labels),
+                got=", ".join(map(str, value)),
+                do="give one precision for each group",
+            )
+        return torch.stack([torch.as_tensor(value[label], dtype=torch.float64) for label in labels])
+    tensor = torch.as_tensor(value).to(torch.float64)
+    if tensor.dim() == 0 or (tensor.dim() == 1 and tensor.numel() == 1):
+        return tensor.reshape(1).expand(count)
+    if tuple(tensor.shape) != (count,):
+        raise PriorError(
+            "The precisions do not fit the groups",
+            expected=f"one number, or {count} of them",
+            got=f"shape {tuple(tensor.shape)}",
+            do="give one precision for each group",
+        )
+    return tensor
+
+
+def _mean(value: Any, network: Network) -> Tensor:
+    if isinstance(value, Mapping):
+        missing = [name for name in network.names if name not in value or tuple(value[name].shape) != network.shapes[name]]
+        if missing:
+            raise PriorError(
+                "The prior mean does not fit the weights",
+                expected=f"{missing[0]!r} of shape {network.shapes[missing[0]]}",
+                got="another shape, or none" if missing[0] in value else "no such entry",
+                do="pass a dictionary with every chosen parameter",
+            )
+        value = torch.cat([value[name].detach().reshape(-1) for name in network.names])
+    mean = torch.as_tensor(value, dtype=torch.float64, device=network.device)
+    if mean.dim() > 1 or (mean.dim() == 1 and mean.numel() != network.size) or not bool(torch.isfinite(mean).all()):
+        raise PriorError(
+            "The prior mean does not fit the weights",
+            expected=f"a finite number or a finite vector ({network.size},)",
+            got=f"shape {tuple(mean.shape)}",
+            do="order it as the network's named_parameters()",
+        )
+    return mean

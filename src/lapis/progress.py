@@ -1,0 +1,24 @@
+"""A progress bar for long work, silent when nobody watches (piped output, continuous integration)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+Item = TypeVar("Item")
+
+
+def track(items: Iterable[Item], description: str, total: int | None, show: bool | None = None) -> Iterator[Item]:
+    """Yield `items`, showing a bar on standard error; `show=None` shows it on a terminal outside CI only."""
+    if show is None:
+        show = sys.stderr.isatty() and not os.environ.get("CI")
+    if not show:
+        yield from items
+        return
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        yield from progress.track(items, total=total, description=description)

@@ -1,0 +1,366 @@
+"""Every structure, on every network of the table, against naive float64 references, through the public API.
+
+Errors are relative, in the Frobenius norm: 1e-9 for curvature in float64 (some thousand roundings), 1e-8 for
+variances (after an inversion), 1e-4 for float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapis
+import reference
+from cases import CASES, F64, call, take
+from lapis.errors import LapisError, LapisWarning, ModelError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+every_case = pytest.mark.parametrize("name", CASES)
+every_structure = pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker"])
+PRIOR = 0.37
+
+
+def some_cases(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", names)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found.to(F64) - expected).norm() / expected.norm())
+
+
+def fit(name: str, structure: str, dtype: torch.dtype = F64, data: Any = None, **options: Any) -> Any:
+    """A posterior of a fresh model of the case."""
+    case = CASES[name]
+    options = {"structure": structure, "prior": PRIOR, **options}
+    data = [case.make_batch(dtype)] if data is None else data
+    return lapis.laplace(case.make_model(dtype), data, case.likelihood.build(), **options)
+
+
+@functools.cache
+def posterior_of(name: str, structure: str, **options: Any) -> Any:
+    """The case's posterior in float64. Posteriors are values, so tests can share it."""
+    return fit(name, structure, **options)
+
+
+def curvature_in(posterior: Any, prior: float = PRIOR) -> Tensor:
+    precision = posterior.precision()
+    return precision - prior * torch.eye(len(precision), dtype=precision.dtype)
+
+
+def split(name: str, *sizes: int) -> list[tuple[Any, Tensor]]:
+    """The case's data in batches of the given sizes; one more takes the rest."""
+    x, y = CASES[name].make_batch()
+    edges = [0, *itertools.accumulate(sizes), len(y)]
+    return [(take(x, slice(a, b)), y[a:b]) for a, b in itertools.pairwise(edges)]
+
+
+def precision_by_definition(name: str, structure: str) -> Tensor:
+    curvature = reference.case_curvature(name, structure)
+    return curvature + PRIOR * torch.eye(len(curvature), dtype=F64)
+
+
+@functools.cache
+def joint_covariance(name: str, structure: str) -> Tensor:
+    """J Sigma J^T from the naive references, (B, T C, B, T C)."""
+    jacobian = torch.stack(reference.case_jacobians(name))
+    rows = jacobian.flatten(0, 1)
+    joint = rows @ torch.linalg.solve(precision_by_definition(name, structure), rows.T)
+    return joint.reshape(*jacobian.shape[:2], *jacobian.shape[:2])
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Curvature
+
+
+@every_case
+def test_dense_is_the_reference_ggn(name: str) -> None:
+    assert relative_error(curvature_in(posterior_of(name, "dense")), reference.case_ggn(name)) < 1e-9
+
+
+@every_case
+def test_diagonal_is_the_diagonal_of_the_reference_ggn(name: str) -> None:
+    expected = reference.case_curvature(name, "diagonal")
+    assert relative_error(curvature_in(posterior_of(name, "diagonal")), expected) < 1e-9
+
+
+@every_case
+@pytest.mark.parametrize("options", [{}, {"sharing": "reduce"}, {"bias": "separate"}], ids=str)
+def test_kronecker_is_its_definition(name: str, options: dict[str, str]) -> None:
+    expected = reference.case_curvature(name, "kronecker", **options)
+    assert relative_error(curvature_in(posterior_of(name, "kronecker", **options)), expected) < 1e-9
+
+
+@some_cases("conv2d_grouped", "self_attention", "tied_without_bias", "pixels_gaussian")
+def test_reduced_kronecker_with_separate_bias_is_its_definition(name: str) -> None:
+    options = {"sharing": "reduce", "bias": "separate"}
+    expected = reference.case_curvature(name, "kronecker", **options)
+    assert relative_error(curvature_in(fit(name, "kronecker", **options)), expected) < 1e-9
+
+
+@every_case
+@every_structure
+def test_sums_over_split_batches_are_the_sum_over_one(name: str, structure: str) -> None:
+    """Batches of two, one and the rest; and a posterior of the first ones updated with the last."""
+    whole = posterior_of(name, structure)
+    parts = split(name, 2, 1)
+    assert relative_error(fit(name, structure, data=parts).precision(), whole.precision()) < 1e-9
+    updated = fit(name, structure, data=parts[:2]).update(parts[2:])
+    assert relative_error(updated.precision(), whole.precision()) < 1e-9
+    assert updated.n_data == whole.n_data == CASES[name].n
+    torch.testing.assert_close(updated.log_evidence(), whole.log_evidence(), rtol=1e-9, atol=1e-9)
+
+
+@every_case
+@every_structure
+def test_float32_is_close_to_float64(name: str, structure: str) -> None:
+    found = curvature_in(fit(name, structure, torch.float32))
+    assert relative_error(found, reference.case_curvature(name, structure)) < 1e-4
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Variances
+
+
+@every_case
+@every_structure
+def test_functional_variance_is_the_explicit_one(name: str, structure: str) -> None:
+    """(B, *positions, C, C): one covariance a position; diagonal=True: variances in the output's layout."""
+    model, x, _, spec = reference.case_data(name)
+    with torch.no_grad():
+        raw = call(reference.evaluated(model), x)
+    batch, length, width = reference.positions(raw, spec.channels).shape
+    joint = joint_covariance(name, structure).reshape(batch, length, width, batch, length, width)
+    expected = torch.stack([torch.stack([joint[n, t, :, n, t] for t in range(length)]) for n in range(batch)])
+
+    posterior = posterior_of(name, structure)
+    covariance = posterior.functional_variance(x)
+    positions = raw.shape[2:] if spec.channels == "first" else raw.shape[1:-1]
+    assert covariance.shape == (batch, *positions, width, width)
+    assert relative_error(covariance.reshape(expected.shape), expected) < 1e-8
+
+    variance = posterior.functional_variance(x, diagonal=True)
+    assert variance.shape == raw.shape
+    canonical = reference.positions(variance, spec.channels)
+    assert relative_error(canonical, expected.diagonal(dim1=-2, dim2=-1)) < 1e-8
+
+
+@every_case
+@every_structure
+def test_functional_covariance_is_the_explicit_one(name: str, structure: str) -> None:
+    """Joint over examples and all of their outputs, (B, T C, B, T C)."""
+    _, x, _, _ = reference.case_data(name)
+    found = posterior_of(name, structure).functional_covariance(x)
+    assert relative_error(found, joint_covariance(name, structure)) < 1e-8
+
+
+@every_case
+@every_structure
+def test_marginal_variance_is_the_diagonal_of_the_inverse(name: str, structure: str) -> None:
+    inverse = torch.linalg.inv(precision_by_definition(name, structure))
+    assert relative_error(posterior_of(name, structure).marginal_variance(), inverse.diagonal()) < 1e-8
+
+
+@some_cases("mlp_categorical", "conv2d_grouped", "embedding_padding", "weight_norm")
+@every_structure
+def test_samples_have_the_mean_and_covariance_of_the_posterior(name: str, structure: str) -> None:
+    """2000 whitened draws are 2000 P standard normals: five statistics of them, each nearly standard normal.
+
+    Each lies outside +-4.42 with probability 1e-5 if the draws are right.
+    """
+    precision, n = precision_by_definition(name, structure), 2000
+    samples = posterior_of(name, structure).sample(n, generator=torch.Generator().manual_seed(3))
+    assert samples.shape == (n, len(precision))
+    weights = reference.parameters(CASES[name].make_model()).values()
+    theta = torch.cat([weight.detach().reshape(-1) for weight in weights])
+    white = (samples.to(F64) - theta) @ torch.linalg.cholesky(precision)
+    freedom = white.numel()
+    assert abs(float(white.sum())) / math.sqrt(freedom) < 4.42
+    assert abs(float(white.square().sum()) - freedom) / math.sqrt(2 * freedom) < 4.42
+    directions = torch.randn(len(precision), 3, generator=torch.Generator().manual_seed(4), dtype=F64)
+    along = (white @ torch.linalg.qr(directions)[0]).square().sum(0)
+    assert ((along - n) / math.sqrt(2 * n)).abs().max() < 4.42
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Other kinds of curvature
+
+
+@some_cases(
+    "mlp_gaussian", "mlp_custom", "mlp_heteroscedastic", "mlp_ignored_examples", "conv1d_circular",
+    "layer_norm", "lstm", "cross_attention", "causal_language_model", "pixels_categorical",
+    "embedding_padding", "weight_norm",
+)  # fmt: skip
+@every_structure
+def test_empirical_fisher_is_the_reference(name: str, structure: str) -> None:
+    """Per-example gradients of the observed nll, summed over positions before the outer product."""
+    expected = reference.case_curvature(name, structure, curvature="empirical")
+    assert relative_error(curvature_in(fit(name, structure, curvature="empirical")), expected) < 1e-9
+
+
+@some_cases(
+    "mlp_gaussian",
+    "mlp_categorical",
+    "mlp_custom",
+    "conv1d_circular",
+    "self_attention",
+    "tied_linears",
+    "lstm",
+)
+def test_hessian_is_the_reference(name: str) -> None:
+    expected = reference.hessian(*reference.case_data(name))
+    prior = 1.0 + 2 * float(torch.linalg.eigvalsh(expected).abs().max())
+    found = curvature_in(fit(name, "dense", curvature="hessian", prior=prior), prior)
+    assert relative_error(found, expected) < 1e-9
+    parts = fit(name, "dense", data=split(name, 2, 1), curvature="hessian", prior=prior)
+    assert relative_error(curvature_in(parts, prior), expected) < 1e-9
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+def test_hessian_is_refused_where_it_has_no_meaning(structure: str) -> None:
+    with pytest.raises(LapisError):
+        fit("mlp_gaussian", structure, curvature="hessian")
+
+
+@some_cases(
+    "mlp_gaussian",
+    "mlp_categorical",
+    "mlp_bernoulli",
+    "mlp_poisson",
+    "mlp_heteroscedastic",
+    "per_token_gaussian",
+)
+@every_structure
+def test_sampled_fisher_has_the_exact_curvature_as_its_mean(name: str, structure: str) -> None:
+    """Over 40 fits with 4 draws each, mean(v^T F v) - v^T F_exact v is 0 within its standard error.
+
+    Two directions v; |t| with 39 degrees of freedom exceeds 5.5 with probability 2.6e-6 if that is true.
+    """
+    exact = reference.case_curvature(name, structure)
+    v = torch.randn(2, len(exact), generator=torch.Generator().manual_seed(5), dtype=F64)
+    draws = []
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        posterior = fit(name, structure, curvature="sampled", fisher_samples=4, generator=generator)
+        draws.append(torch.einsum("vp,pq,vq->v", v, curvature_in(posterior).to(F64), v))
+    found = torch.stack(draws)
+    expected = torch.einsum("vp,pq,vq->v", v, exact, v)
+    assert found.std(0).min() > 0
+    t = (found.mean(0) - expected) / (found.std(0) / math.sqrt(len(found)))
+    assert t.abs().max() < 5.5
+
+
+def test_sampled_fisher_repeats_with_its_generator() -> None:
+    def once() -> Tensor:
+        generator = torch.Generator().manual_seed(7)
+        return fit("mlp_categorical", "dense", curvature="sampled", generator=generator).precision()
+
+    assert torch.equal(once(), once())
+
+
+def test_many_outputs_are_sampled_and_said_so() -> None:
+    """260 outputs an example are more than the exact curvature is made from unasked."""
+    model = nn.Sequential(nn.Linear(1, 2)).to(F64)
+    data = [(torch.randn(2, 130, 1, dtype=F64), torch.zeros(2, 130, dtype=torch.long))]
+    with pytest.warns(LapisWarning, match="sampled"):
+        lapis.laplace(model, data, "categorical", structure="diagonal")
+    exact = lapis.laplace(model, data, "categorical", structure="dense", curvature="exact", prior=PRIOR)
+    expected = reference.ggn(model, *data[0], CASES["mlp_categorical"].likelihood)
+    assert relative_error(curvature_in(exact), expected) < 1e-9
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Exactness, parts of a network, refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "sharing"),
+    [("deep_linear", "expand"), ("deep_linear", "reduce"), ("deep_linear_pooled", "reduce")],
+)
+def test_kronecker_is_exact_on_deep_linear_networks(name: str, sharing: str) -> None:
+    """Without sharing in both flavours; with mean pooling over positions in the reduced one."""
+    found = curvature_in(fit(name, "kronecker", sharing=sharing))
+    exact = reference.case_ggn(name)
+    sizes = [parameter.numel() for parameter in CASES[name].make_model().parameters()]
+    start = 0
+    for weight, bias in zip(sizes[::2], sizes[1::2], strict=True):
+        block = slice(start, start + weight + bias)
+        assert relative_error(found[block, block], exact[block, block]) < 1e-9
+        start = block.stop
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("mlp_categorical", "2"), ("vision_transformer", "head"), ("tied_linears", "head")]
+)
+@every_structure
+def test_last_layer_is_its_block_of_the_whole(name: str, layer: str, structure: str) -> None:
+    whole = reference.case_curvature(name, structure)
+    start, chosen = 0, []
+    for parameter_name, parameter in reference.parameters(CASES[name].make_model()).items():
+        if parameter_name.startswith(layer + "."):
+            chosen += range(start, start + parameter.numel())
+        start += parameter.numel()
+    expected = whole[chosen][:, chosen]
+    for weights in ("last_layer", [layer + ".*"]):
+        assert relative_error(curvature_in(fit(name, structure, weights=weights)), expected) < 1e-9
+
+
+def test_statistics_over_the_batch_are_refused() -> None:
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2)).to(F64)
+    data = [(torch.randn(6, 3, dtype=F64), torch.randn(6, 2, dtype=F64))]
+    with pytest.raises(ModelError, match="batch"):
+        lapis.laplace(model, data, "gaussian")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The model comes back as it was
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Everything about a model, but its values, that a fit could change."""
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    return {
+        "modes": {name: module.training for name, module in modules.items()},
+        "classes": {name: type(module) for name, module in modules.items()},
+        "attributes": {name: sorted(vars(module)) for name, module in modules.items()},
+        "hooks": {(name, kind): list(getattr(m, kind)) for name, m in modules.items() for kind in HOOKS},
+        "identities": {name: (id(p), p.data_ptr(), p.requires_grad) for name, p in parameters.items()},
+        "gradients": {name: id(p.grad) for name, p in parameters.items()},
+    }
+
+
+@every_case
+def test_the_model_is_exactly_as_found(name: str) -> None:
+    """Modes, hooks, gradients, flags, values, classes; and torch's own random numbers and functions."""
+    case = CASES[name]
+    model, (x, y) = case.make_model(), case.make_batch()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, 3.0)
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    before, values = snapshot(model), {key: value.clone() for key, value in model.state_dict().items()}
+    random_state, functions = torch.get_rng_state(), (nn.functional.linear, torch.matmul)
+
+    for structure in ("dense", "diagonal", "kronecker"):
+        posterior = lapis.laplace(model, [(x, y)], case.likelihood.build(), structure=structure, prior=PRIOR)
+        posterior.functional_variance(x)
+
+    assert calls
+    assert snapshot(model) == before
+    after = model.state_dict()
+    assert after.keys() == values.keys()
+    assert all(torch.equal(after[key], values[key]) for key in values)
+    assert all(bool((p.grad == 3.0).all()) for p in model.parameters() if p.requires_grad)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert (nn.functional.linear, torch.matmul) == functions
+    assert torch.is_grad_enabled()
