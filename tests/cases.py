@@ -49,9 +49,7 @@ class LikelihoodSpec:
     samples: bool = True
 
 
-def gaussian(
-    noise: float | list[float] = 0.7, *, flat: bool = False, channels: str = "last"
-) -> LikelihoodSpec:
+def gaussian(noise: float | list[float] = 0.7, *, flat: bool = False, channels: str = "last") -> LikelihoodSpec:
     sigma = torch.tensor(noise, dtype=F64)
 
     def build() -> Any:
@@ -97,9 +95,7 @@ def categorical(*, soft: bool = False, ignore: bool = False, channels: str = "la
     return LikelihoodSpec(name, build, nll, targets, channels=channels)
 
 
-def bernoulli(
-    *, flat: bool = False, channels: str = "last", dtype: torch.dtype = torch.bool
-) -> LikelihoodSpec:
+def bernoulli(*, flat: bool = False, channels: str = "last", dtype: torch.dtype = torch.bool) -> LikelihoodSpec:
     def build() -> Any:
         import lapis
 
@@ -470,9 +466,7 @@ class SeparateAttention(nn.Module):
 
     def __init__(self, kdim: int | None = None, vdim: int | None = None, add_bias_kv: bool = False) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(
-            4, 2, kdim=kdim, vdim=vdim, add_bias_kv=add_bias_kv, batch_first=True
-        )
+        self.attention = nn.MultiheadAttention(4, 2, kdim=kdim, vdim=vdim, add_bias_kv=add_bias_kv, batch_first=True)
         self.head = nn.Linear(4, 2)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

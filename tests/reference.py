@@ -274,8 +274,8 @@ class Recorder:
                 block.uses.append(use)
             outs = torch.cat([out for _, out in uses], 1)
             if not isinstance(module, nn.modules.conv._ConvNd):
-                return outs.reshape(output.shape).clone()
-            return outs.T.reshape(output.shape).clone()
+                return outs.reshape(output.shape).clone(memory_format=torch.contiguous_format)
+            return outs.T.reshape(output.shape).clone(memory_format=torch.contiguous_format)
 
         for module in modules:
             module.register_forward_hook(hook)
@@ -472,9 +472,7 @@ def kronecker(
         start += parameter.numel()
         where = where[~covered[where]]
         block = exact[where[:, None], where]
-        result[where[:, None], where] = (
-            block if parameter.numel() <= DENSE_LIMIT else torch.diag(block.diagonal())
-        )
+        result[where[:, None], where] = block if parameter.numel() <= DENSE_LIMIT else torch.diag(block.diagonal())
     return result
 
 

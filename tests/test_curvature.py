@@ -75,6 +75,16 @@ def joint_covariance(name: str, structure: str) -> Tensor:
     return joint.reshape(*jacobian.shape[:2], *jacobian.shape[:2])
 
 
+def output_shape(name: str) -> tuple[int, ...]:
+    """(B, *positions, C) of the case's outputs."""
+    model, x, _, spec = reference.case_data(name)
+    with torch.no_grad():
+        raw = call(reference.evaluated(model), x)
+    if raw.ndim == 1:
+        return (len(raw), 1)
+    return tuple(raw.movedim(1, -1).shape if spec.channels == "first" else raw.shape)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Curvature
 
@@ -131,33 +141,25 @@ def test_float32_is_close_to_float64(name: str, structure: str) -> None:
 @every_case
 @every_structure
 def test_functional_variance_is_the_explicit_one(name: str, structure: str) -> None:
-    """(B, *positions, C, C): one covariance a position; diagonal=True: variances in the output's layout."""
-    model, x, _, spec = reference.case_data(name)
-    with torch.no_grad():
-        raw = call(reference.evaluated(model), x)
-    batch, length, width = reference.positions(raw, spec.channels).shape
+    """One covariance a position, (B, *positions, C, C); variances alone, (B, *positions, C)."""
+    batch, *positions, width = shape = output_shape(name)
+    length = math.prod(positions)
     joint = joint_covariance(name, structure).reshape(batch, length, width, batch, length, width)
-    expected = torch.stack([torch.stack([joint[n, t, :, n, t] for t in range(length)]) for n in range(batch)])
-
-    posterior = posterior_of(name, structure)
-    covariance = posterior.functional_variance(x)
-    positions = raw.shape[2:] if spec.channels == "first" else raw.shape[1:-1]
-    assert covariance.shape == (batch, *positions, width, width)
-    assert relative_error(covariance.reshape(expected.shape), expected) < 1e-8
-
-    variance = posterior.functional_variance(x, diagonal=True)
-    assert variance.shape == raw.shape
-    canonical = reference.positions(variance, spec.channels)
-    assert relative_error(canonical, expected.diagonal(dim1=-2, dim2=-1)) < 1e-8
+    each = [joint[n, t, :, n, t] for n in range(batch) for t in range(length)]
+    expected = torch.stack(each).reshape(*shape, width)
+    posterior, (x, _) = posterior_of(name, structure), CASES[name].make_batch()
+    assert relative_error(posterior.functional_variance(x), expected) < 1e-8
+    variances = posterior.functional_variance(x, diagonal=True)
+    assert relative_error(variances, expected.diagonal(dim1=-2, dim2=-1)) < 1e-8
 
 
 @every_case
 @every_structure
 def test_functional_covariance_is_the_explicit_one(name: str, structure: str) -> None:
-    """Joint over examples and all of their outputs, (B, T C, B, T C)."""
-    _, x, _, _ = reference.case_data(name)
+    """Joint over examples and all of their outputs: (B, *positions, C) twice."""
+    shape, (x, _) = output_shape(name), CASES[name].make_batch()
     found = posterior_of(name, structure).functional_covariance(x)
-    assert relative_error(found, joint_covariance(name, structure)) < 1e-8
+    assert relative_error(found, joint_covariance(name, structure).reshape(*shape, *shape)) < 1e-8
 
 
 @every_case

@@ -59,22 +59,14 @@ def cases() -> dict[str, Case]:
     counts = outputs(B, T, C, seed=3).abs().mul(4).round()
     labels = (outputs(B, T, C, seed=4) > 0).double()
     return {
-        "gaussian": Case(
-            Gaussian(0.3), f, real, lambda f, y: distributions.Normal(f, 0.3).log_prob(y).sum(-1)
-        ),
+        "gaussian": Case(Gaussian(0.3), f, real, lambda f, y: distributions.Normal(f, 0.3).log_prob(y).sum(-1)),
         "gaussian_per_output": Case(
             Gaussian(sigma), f, real, lambda f, y: distributions.Normal(f, sigma).log_prob(y).sum(-1)
         ),
-        "categorical": Case(
-            Categorical(), f, classes, lambda f, y: distributions.Categorical(logits=f).log_prob(y)
-        ),
+        "categorical": Case(Categorical(), f, classes, lambda f, y: distributions.Categorical(logits=f).log_prob(y)),
         "categorical_soft": Case(Categorical(), f, soft, lambda f, y: (y * f.log_softmax(-1)).sum(-1)),
-        "bernoulli": Case(
-            Bernoulli(), f, labels, lambda f, y: distributions.Bernoulli(logits=f).log_prob(y).sum(-1)
-        ),
-        "poisson": Case(
-            Poisson(), f, counts, lambda f, y: distributions.Poisson(f.exp()).log_prob(y).sum(-1)
-        ),
+        "bernoulli": Case(Bernoulli(), f, labels, lambda f, y: distributions.Bernoulli(logits=f).log_prob(y).sum(-1)),
+        "poisson": Case(Poisson(), f, counts, lambda f, y: distributions.Poisson(f.exp()).log_prob(y).sum(-1)),
         "heteroscedastic": Case(HeteroscedasticGaussian(), f, real[..., : C // 2], heteroscedastic_log_prob),
         "custom": Case(Custom(pinball), f, real, lambda f, y: -(2 * (f - y).cosh()).log().sum(-1)),
     }
@@ -155,8 +147,7 @@ def test_sampled_gradients_have_mean_zero_and_second_moment_s_st(name: str) -> N
 def test_sampled_gradients_follow_the_generator_alone(name: str) -> None:
     case = CASES[name]
     draws = [
-        case.likelihood.sampled_gradient(case.f, case.y, torch.Generator().manual_seed(seed))
-        for seed in (7, 7, 8)
+        case.likelihood.sampled_gradient(case.f, case.y, torch.Generator().manual_seed(seed)) for seed in (7, 7, 8)
     ]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
@@ -379,9 +370,7 @@ def test_nearly_normalised_soft_labels_are_normalised() -> None:
         (Gaussian(), 0, "C >= 1"),
     ],
 )
-def test_outputs_that_do_not_fit_the_likelihood_are_refused(
-    likelihood: Likelihood, width: int, words: str
-) -> None:
+def test_outputs_that_do_not_fit_the_likelihood_are_refused(likelihood: Likelihood, width: int, words: str) -> None:
     with pytest.raises(errors.LikelihoodError, match=words):
         likelihood.check_outputs(torch.zeros(2, 1, width))
 

@@ -78,9 +78,7 @@ def test_adaptive_bins_hold_equally_many_and_their_ece_is_the_naive_one() -> Non
     assert binned.count.tolist() == [20] * 15
     order = probs.max(-1).values.argsort()
     correct = (probs.argmax(-1) == targets).double()
-    gaps = [
-        (probs.max(-1).values[part].mean() - correct[part].mean()).abs().item() for part in order.chunk(15)
-    ]
+    gaps = [(probs.max(-1).values[part].mean() - correct[part].mean()).abs().item() for part in order.chunk(15)]
     assert metrics.ece(probs, targets, adaptive=True).item() == pytest.approx(sum(gaps) / 15)
 
 
@@ -133,9 +131,7 @@ def test_auroc_ranks_infinite_scores() -> None:
 
 
 def test_rmse_is_the_root_of_the_mean_over_all_entries() -> None:
-    assert metrics.rmse(torch.tensor([[1.0, 2.0]]), torch.tensor([[4.0, 6.0]])).item() == pytest.approx(
-        12.5**0.5
-    )
+    assert metrics.rmse(torch.tensor([[1.0, 2.0]]), torch.tensor([[4.0, 6.0]])).item() == pytest.approx(12.5**0.5)
 
 
 def test_gaussian_targets_are_covered_at_their_levels() -> None:

@@ -85,17 +85,13 @@ def test_ignored_examples_add_nothing() -> None:
     seen = y != -100
     assert seen.any()
     assert not seen.all()
-    torch.testing.assert_close(
-        reference.ggn(model, x, y, spec), reference.ggn(model, x[seen], y[seen], spec), **TIGHT
-    )
+    torch.testing.assert_close(reference.ggn(model, x, y, spec), reference.ggn(model, x[seen], y[seen], spec), **TIGHT)
 
 
 def test_ggn_of_poisson_regression_weighs_inputs_by_the_rate() -> None:
     spec = poisson()
     model, x, y, ones, f = linear_problem(2, spec)
-    torch.testing.assert_close(
-        reference.ggn(model, x, y, spec), summed(torch.diag_embed(f.exp()), ones), **TIGHT
-    )
+    torch.testing.assert_close(reference.ggn(model, x, y, spec), summed(torch.diag_embed(f.exp()), ones), **TIGHT)
 
 
 def test_ggn_of_heteroscedastic_regression_is_the_mean_hessian_over_targets() -> None:
@@ -127,9 +123,7 @@ def _hermite(points: int) -> tuple:
 @pytest.mark.parametrize("spec", [gaussian(), categorical(), poisson(), bernoulli()], ids=lambda s: s.name)
 def test_hessian_of_a_linear_model_is_its_ggn(spec: LikelihoodSpec) -> None:
     model, x, y, _, _ = linear_problem(3, spec)
-    torch.testing.assert_close(
-        reference.hessian(model, x, y, spec), reference.ggn(model, x, y, spec), **TIGHT
-    )
+    torch.testing.assert_close(reference.hessian(model, x, y, spec), reference.ggn(model, x, y, spec), **TIGHT)
 
 
 def test_empirical_fisher_of_linear_regression_weighs_inputs_by_squared_residuals() -> None:
@@ -268,6 +262,19 @@ def test_recorded_uses_are_the_linear_maps_they_claim_to_be(name: str) -> None:
                 rest = rest[a.abs().sum(1) > 0]  # a padding token is no input
                 bias = rest[:1] if block.bias is None else theta[block.bias][None]
                 torch.testing.assert_close(rest, bias.expand_as(rest), **TIGHT)
+
+
+@every_case
+def test_captured_factors_multiply_to_the_jacobian(name: str) -> None:
+    """sum_t g_t a_t^T is the gradient of a seed in the matrix, sum_t g_t in the bias: columns of S^T J."""
+    model, x, y, spec = reference.case_data(name)
+    roots = reference.seeds(model, x, y, spec, "ggn")
+    for each in reference.case_captures(name):
+        for n, (root, jacobian) in enumerate(zip(roots, reference.case_jacobians(name), strict=True)):
+            for gradient, g in zip(root.T @ jacobian, each.gradients[n], strict=True):
+                torch.testing.assert_close(g.T @ each.inputs[n], gradient[each.block.matrix], **TIGHT)
+                if each.block.bias is not None:
+                    torch.testing.assert_close(g.sum(0), gradient[each.block.bias], **TIGHT)
 
 
 @every_case

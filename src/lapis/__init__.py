@@ -40,9 +40,7 @@ except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
 
 
-def unflatten(
-    vector: Tensor, like: LaplacePosterior | nn.Module
-) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+def unflatten(vector: Tensor, like: LaplacePosterior | nn.Module) -> dict[str, Tensor] | list[dict[str, Tensor]]:
     """A flat weight vector (P,) as a dictionary of parameters, or a stack (n, P) as a list of dictionaries.
 
     `like` is a posterior (its chosen weights), or a model (its trainable ones). The dictionaries go straight into

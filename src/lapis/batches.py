@@ -190,7 +190,10 @@ def batches(
                 yield Batch(inputs, targets, index)
         if index < 0:
             raise DataError(
-                "There is no data", expected="at least one example", got="none", do="check the loader (a used-up iterator?)"
+                "There is no data",
+                expected="at least one example",
+                got="none",
+                do="check the loader (a used-up iterator?)",
             )
 
     return walk(), total

@@ -103,9 +103,7 @@ def reliability(
     return Reliability(edges, count, total(top) / count, total(correct) / count)
 
 
-def ece(
-    probs: Tensor, targets: Tensor, *, bins: int = 15, adaptive: bool = False, ignore_index: int = -100
-) -> Tensor:
+def ece(probs: Tensor, targets: Tensor, *, bins: int = 15, adaptive: bool = False, ignore_index: int = -100) -> Tensor:
     """Expected calibration error of the top label: the mean gap between confidence and accuracy over bins."""
     return reliability(probs, targets, bins=bins, adaptive=adaptive, ignore_index=ignore_index).ece
 
@@ -194,9 +192,7 @@ def _classes(probs: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor,
     tolerance = max(1e-4, torch.finfo(probs.dtype).eps ** 0.5 if probs.is_floating_point() else 0.0)
     total = p.sum(-1)
     _require(
-        bool(
-            (p >= -tolerance).all() and (p <= 1 + tolerance).all() and ((total - 1).abs() <= tolerance).all()
-        ),
+        bool((p >= -tolerance).all() and (p <= 1 + tolerance).all() and ((total - 1).abs() <= tolerance).all()),
         "These are not probabilities",
         "values in [0, 1] that sum to 1 over the classes",
         f"{_range(p)}, sums {_range(total)}",
@@ -219,9 +215,7 @@ def _tensor(name: str, value: Tensor) -> Tensor:
 def _scores(name: str, value: Tensor) -> Tensor:
     """Flat float64 scores; infinite ones still rank, NaN does not."""
     numbers = _tensor(name, value).to("cpu", torch.float64).flatten()
-    _require(
-        not numbers.isnan().any(), f"{name} has NaN", "numbers", "NaN", "see where the score becomes NaN"
-    )
+    _require(not numbers.isnan().any(), f"{name} has NaN", "numbers", "NaN", "see where the score becomes NaN")
     return numbers
 
 

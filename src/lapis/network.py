@@ -26,7 +26,12 @@ class Network:
 
     def __init__(self, module: nn.Module, weights: Weights = "all", example: Inputs | None = None) -> None:
         if not isinstance(module, nn.Module):
-            raise ModelError("This is no network", expected="a torch.nn.Module", got=type(module).__name__, do="pass the module")
+            raise ModelError(
+                "This is no network",
+                expected="a torch.nn.Module",
+                got=type(module).__name__,
+                do="pass the module",
+            )
         self.module = module
         self.signature: str | None = None
         """Shapes and dtypes of inputs that are known to work, for messages."""
@@ -89,12 +94,12 @@ class Network:
         return chosen
 
     def _last_layer(self, example: Inputs | None) -> str:
-        """Name of the last module called that owns parameters."""
+        """Name of the last module entered that owns parameters."""
         if example is None:
             raise OptionError("Finding the last layer needs an example", do="name the layer: weights='head'")
         called: list[str] = []
         handles = [
-            module.register_forward_hook(lambda *_, name=name: called.append(name))
+            module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
             for name, module in self.module.named_modules()
             if next(module.parameters(recurse=False), None) is not None or _is_parametrised(module)
         ]
@@ -211,10 +216,7 @@ def split_vector(vector: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[
             got=str(tuple(vector.shape)),
             do="pass one weight vector, or a stack (n, P) of them",
         )
-    return {
-        name: part.reshape(shape)
-        for (name, shape), part in zip(shapes.items(), vector.split(sizes), strict=True)
-    }
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), vector.split(sizes), strict=True)}
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -130,7 +130,12 @@ def as_prior(prior: Any) -> Prior:
         return prior
     if isinstance(prior, (int, float, Tensor)) and not isinstance(prior, bool):
         return Prior(prior)
-    raise PriorError("This is no prior", expected="a lapis.Prior or a precision", got=type(prior).__name__, do="pass a number")
+    raise PriorError(
+        "This is no prior",
+        expected="a lapis.Prior or a precision",
+        got=type(prior).__name__,
+        do="pass a number",
+    )
 
 
 def _group(groups: Groups, network: Network) -> tuple[tuple[str, ...], dict[str, int] | None]:
@@ -138,7 +143,11 @@ def _group(groups: Groups, network: Network) -> tuple[tuple[str, ...], dict[str,
         groups = _ALIASES.get(groups, groups)
         if groups == "weight":
             return ("weight",), None
-        names: dict[str, Callable[[str], str]] = {"one": lambda _: "all", "layer": layer_of, "parameter": lambda name: name}
+        names: dict[str, Callable[[str], str]] = {
+            "one": lambda _: "all",
+            "layer": layer_of,
+            "parameter": lambda name: name,
+        }
         if groups not in names:
             raise PriorError(
                 "Unknown grouping of the prior",
@@ -190,7 +199,7 @@ def _precisions(value: Any, labels: tuple[str, ...], count: int) -> Tensor:
                 do="give one precision for each group",
             )
         return torch.stack([torch.as_tensor(value[label], dtype=torch.float64) for label in labels])
-    tensor = torch.as_tensor(value).to(torch.float64)
+    tensor = torch.as_tensor(value, dtype=torch.float64)
     if tensor.dim() == 0 or (tensor.dim() == 1 and tensor.numel() == 1):
         return tensor.reshape(1).expand(count)
     if tuple(tensor.shape) != (count,):
@@ -205,7 +214,9 @@ def _precisions(value: Any, labels: tuple[str, ...], count: int) -> Tensor:
 
 def _mean(value: Any, network: Network) -> Tensor:
     if isinstance(value, Mapping):
-        missing = [name for name in network.names if name not in value or tuple(value[name].shape) != network.shapes[name]]
+        missing = [
+            name for name in network.names if name not in value or tuple(value[name].shape) != network.shapes[name]
+        ]
         if missing:
             raise PriorError(
                 "The prior mean does not fit the weights",

@@ -7,14 +7,12 @@ prior's tuning by the evidence and every choice here use the training images alo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-import lapis
 from lapis import metrics
 from lapis.progress import track
 

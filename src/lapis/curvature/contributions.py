@@ -43,9 +43,7 @@ class Outer:
             return (self.g * self.a.squeeze(2)[:, :, None, :]).reshape(seeds, batch, -1)
         g = self.g.permute(1, 2, 0, 3, 4).reshape(batch * groups, seeds * outputs, positions)
         jacobian = torch.bmm(g, self.a.reshape(batch * groups, positions, inputs))
-        return (
-            jacobian.reshape(batch, groups, seeds, outputs, inputs).permute(2, 0, 1, 3, 4).reshape(seeds, batch, -1)
-        )
+        return jacobian.reshape(batch, groups, seeds, outputs, inputs).permute(2, 0, 1, 3, 4).reshape(seeds, batch, -1)
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """J in pieces small enough for the cache: (examples, outputs, J as (b, K, M, o, I))."""
@@ -221,7 +219,7 @@ class Rows:
         return self.values.square().sum((0, 1))
 
     def covariance(self, variance: Tensor, diagonal: bool) -> Tensor:
-        jacobian = self.values.transpose(0, 1)
+        jacobian, variance = self.values.transpose(0, 1), variance.reshape(-1)
         if diagonal:
             return torch.einsum("bmp,p->bm", jacobian.square(), variance)
         return torch.bmm(jacobian * variance, jacobian.mT)
@@ -229,10 +227,15 @@ class Rows:
     def gradient(self, coefficients: Tensor) -> Tensor:
         return torch.einsum("bp,b->p", self.values[0], coefficients)
 
+    def rotate(self, inputs: Tensor | None, outputs: Tensor, shape: tuple[int, ...]) -> Rows:
+        """Rows over a (K, O, I) array in the bases of inputs (K, I, I) and outputs (K, O, O)."""
+        array = outputs.mT @ self.values.unflatten(-1, shape)
+        return Rows((array if inputs is None else array @ inputs).flatten(2))
+
     def joint(self, variance: Tensor) -> Tensor:
         seeds, batch, entries = self.values.shape
         rows = self.values.transpose(0, 1).reshape(batch * seeds, entries)
-        return ((rows * variance) @ rows.T).reshape(batch, seeds, batch, seeds)
+        return ((rows * variance.reshape(-1)) @ rows.T).reshape(batch, seeds, batch, seeds)
 
 
 Contribution = Outer | Lookup | Rows

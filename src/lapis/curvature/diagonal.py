@@ -24,7 +24,7 @@ class DiagonalBlock(Block):
         self.curvature = torch.zeros(self.site.shape, dtype=torch.float64)
 
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
-        self.curvature += contributions[0].square_sum()
+        self.curvature += contributions[0].square_sum().reshape(self.site.shape)
 
     def gaussian(self, prior: WeightPrior, scale: Tensor) -> DiagonalGaussian:
         return DiagonalGaussian(scale * self.curvature + site_precision(prior, self.site))

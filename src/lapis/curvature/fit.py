@@ -73,7 +73,12 @@ def accumulate(
 
 
 def _add(
-    curvature: Curvature, network: Network, likelihood: Likelihood, batch: Batch, generator: torch.Generator, work: int
+    curvature: Curvature,
+    network: Network,
+    likelihood: Likelihood,
+    batch: Batch,
+    generator: torch.Generator,
+    work: int,
 ) -> None:
     record = curvature.tape.record(batch.inputs)
     f = record.f.detach()
@@ -113,7 +118,12 @@ def seeds_at_once(curvature: Curvature, examples: int, work: int) -> int:
 
 
 def _seeds(
-    curvature: Curvature, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator, at_once: int
+    curvature: Curvature,
+    likelihood: Likelihood,
+    f: Tensor,
+    y: Tensor,
+    generator: torch.Generator,
+    at_once: int,
 ) -> Iterator[Tensor]:
     """Seeds (m, B, T, C), a few at a time, whose outer products sum to the curvature in f."""
     if curvature.kind == "empirical":
@@ -157,4 +167,3 @@ def check_outputs(f: Tensor, outputs: int, where: str) -> None:
             got=f"{f.shape[-1]}",
             do="pass inputs of the shape that the posterior was fitted with",
         )
-

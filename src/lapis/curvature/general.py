@@ -24,12 +24,31 @@ class PerExample:
         """Gradients of sum(seed * f) for `seeds` (M, B, T, C): parameter name -> (M, B, entries)."""
         if self.vectorised:
             try:
-                with warnings.catch_warnings():
+                with warnings.catch_warnings(), torch.no_grad():
                     warnings.filterwarnings("ignore", message=".*batching rule.*")
-                    return self._mapped(inputs, names, seeds)
-            except (RuntimeError, ValueError, DataError):  # an operator without a batching rule, such as a fused recurrent layer
-                self.vectorised = False
+                    found = self._mapped(inputs, names, seeds)
+            except (RuntimeError, ValueError, DataError):  # no batching rule, as for fused recurrent layers
+                found = None
+            if found is not None and self._holds(found, inputs, seeds):
+                return found
+            self.vectorised = False
         return self._looped(inputs, names, seeds)
+
+    def _holds(self, found: dict[str, Tensor], inputs: Inputs, seeds: Tensor) -> bool:
+        """Whether a random mixture of the rows is autograd's gradient; some operators' batching rules are wrong."""
+        generator = torch.Generator(device=seeds.device).manual_seed(0)
+        mix = torch.randn(seeds.shape[:2], generator=generator, dtype=seeds.dtype, device=seeds.device)
+        f = self.outputs(self.network.call(inputs))
+        mixed = torch.einsum("mb,mbtc->btc", mix, seeds)
+        parameters = [self.network.parameters[name] for name in found]
+        truth = torch.autograd.grad(f, parameters, mixed, allow_unused=True)
+        for rows, gradient in zip(found.values(), truth, strict=True):
+            mean = torch.einsum("mb,mbp->p", mix, rows)
+            exact = torch.zeros_like(mean) if gradient is None else gradient.reshape(-1)
+            scale = (mix.abs()[..., None] * rows.abs()).sum((0, 1)).max() + torch.finfo(rows.dtype).tiny
+            if not bool((mean - exact).abs().max() <= 1e3 * torch.finfo(rows.dtype).eps * scale):
+                return False
+        return True
 
     def _mapped(self, inputs: Inputs, names: Sequence[str], seeds: Tensor) -> dict[str, Tensor]:
         parameters = {name: self.network.parameters[name].detach() for name in names}
@@ -54,7 +73,9 @@ class PerExample:
         for b in range(length):
             f = self.outputs(self.network.call(take(inputs, b, b + 1)))
             for m in range(count):
-                gradients = torch.autograd.grad(f, parameters, seeds[m, b : b + 1], retain_graph=True, allow_unused=True)
+                gradients = torch.autograd.grad(
+                    f, parameters, seeds[m, b : b + 1], retain_graph=True, allow_unused=True
+                )
                 for name, gradient in zip(names, gradients, strict=True):
                     if gradient is not None:
                         found[name][m, b] = gradient.reshape(-1)

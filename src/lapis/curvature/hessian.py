@@ -11,9 +11,7 @@ from lapis.likelihoods import Likelihood
 from lapis.network import Network
 
 
-def add_hessian(
-    block: DenseBlock, network: Network, likelihood: Likelihood, record: Record, targets: Tensor
-) -> None:
+def add_hessian(block: DenseBlock, network: Network, likelihood: Likelihood, record: Record, targets: Tensor) -> None:
     """Add d^2 sum_n nll_n / d theta^2, one row at a time, to a block over all weights."""
     parameters = list(network.parameters.values())
     loss = likelihood.nll(record.f, targets).sum()

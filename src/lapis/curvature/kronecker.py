@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lapis.curvature.block import Block, BlockGaussian, site_precision
-from lapis.curvature.contributions import Contribution, Lookup, Outer
+from lapis.curvature.contributions import Contribution, Lookup, Rows
 from lapis.curvature.sites import Site
-from lapis.errors import PriorError
+from lapis.errors import ModelError, PriorError
 from lapis.priors import WeightPrior
 
 
@@ -45,13 +45,25 @@ class KroneckerBlock(Block):
                 self.positions += contribution.positions
             self.gradients += contribution.gradient_moment()
             return
-        assert isinstance(contribution, Outer)
+        if isinstance(contribution, Rows):
+            self._refuse(contribution)
+            return
         if self.sharing == "reduce":
             contribution = contribution.reduced()
         if first:
             self.inputs += contribution.input_moment()
             self.positions += contribution.positions
         self.gradients += contribution.gradient_moment()
+
+    def _refuse(self, contribution: Rows) -> None:
+        """A batch that uses the weights in a way that has no Kronecker factors; not using them at all is fine."""
+        if bool(contribution.values.any()):
+            raise ModelError(
+                f"The weights {self.site.label!r} were used in another way than in the first examples",
+                expected="the same layer applied to every example in every batch",
+                got="a batch in which it sees some of the examples only",
+                do='use structure="diagonal" or "dense", which take any use',
+            )
 
     def mean_inputs(self) -> Tensor:
         """A."""
@@ -153,9 +165,12 @@ class KroneckerGaussian(BlockGaussian):
         variance, outputs = self.eigenvalues.reciprocal().to(dtype), self.outputs.to(dtype)
         if isinstance(contribution, Lookup):
             return contribution.rotate(outputs), variance
-        assert isinstance(contribution, Outer) and self.inputs is not None
-        inputs = self.inputs if self.root is None else self.inputs / self.root[:, None]
-        return contribution.rotate(inputs.to(dtype), outputs), variance
+        inputs = self.inputs if self.inputs is None or self.root is None else self.inputs / self.root[:, None]
+        inputs = None if inputs is None else inputs.to(dtype)
+        if isinstance(contribution, Rows):
+            return contribution.rotate(inputs, outputs, self.block.site.shape), variance
+        assert inputs is not None
+        return contribution.rotate(inputs, outputs), variance
 
     def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
         rotated, variance = self._rotated(contributions[0])

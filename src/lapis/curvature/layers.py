@@ -280,7 +280,7 @@ def _broadcast_rows(slot: Slot, shape: torch.Size, axis: BatchAxis, factor: Tens
         aligned = (1,) * (product.dim() - 1 - len(shape)) + tuple(shape)
         kept = aligned[: axis.dim] + (1, 1) + aligned[axis.dim + 1 :]
         summed = [2 + place for place, length in enumerate(kept) if length == 1]
-        return axis.unfold(product, 1).sum(summed).flatten(2)
+        return axis.unfold(product, 1).sum(summed).reshape(*product.shape[:1], -1, _count(shape))
 
     entries = _count(shape)
     return RowsUse(replace(slot, view=(entries,), axes=(0,), shape=(entries,)), rows)
@@ -329,7 +329,15 @@ def layer_norm(call: Call, axis: BatchAxis) -> list[Use]:
 
 # the table -----------------------------------------------------------------------------------------------------------------
 
-_CONV = (("input", None), ("weight", None), ("bias", None), ("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
+_CONV = (
+    ("input", None),
+    ("weight", None),
+    ("bias", None),
+    ("stride", 1),
+    ("padding", 0),
+    ("dilation", 1),
+    ("groups", 1),
+)
 _CONV_T = (*_CONV[:5], ("output_padding", 0), ("groups", 1), ("dilation", 1))
 _EMBED = (("input", None), ("weight", None), ("padding_idx", None), ("max_norm", None), ("norm_type", 2.0),
           ("scale_grad_by_freq", False), ("sparse", False))  # fmt: skip

@@ -119,7 +119,9 @@ def _unexplained(record: Record, sites: list[Site]) -> set[str]:
     exact = torch.autograd.grad(
         record.f, parameters, seed * coefficients[:, None, None], retain_graph=True, allow_unused=True
     )
-    truth = torch.cat([(p.new_zeros(p.shape) if g is None else g).reshape(-1) for p, g in zip(parameters, exact, strict=True)])
+    truth = torch.cat(
+        [(p.new_zeros(p.shape) if g is None else g).reshape(-1) for p, g in zip(parameters, exact, strict=True)]
+    )
     claim = torch.full_like(truth, float("nan"))
     for site, contribution in zip(sites, record.contributions(seed[None], sites), strict=True):
         site.scatter(contribution.gradient(coefficients).reshape(site.shape), claim, network)

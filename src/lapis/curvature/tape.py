@@ -114,7 +114,15 @@ class Recorder(TorchFunctionMode):
                 probe = output
             if isinstance(probe, Tensor):
                 self.calls.append(
-                    Call(function, rule, _detached(arguments), slots, output.shape, get_gradient_edge(output), probe.detach())
+                    Call(
+                        function,
+                        rule,
+                        _detached(arguments),
+                        slots,
+                        output.shape,
+                        get_gradient_edge(output),
+                        probe.detach(),
+                    )
                 )
         return output
 
@@ -151,7 +159,9 @@ class Tape:
         """Memory that one example's inputs take, and its gradients for each seed."""
         self._axes: dict[Any, list[BatchAxis | None]] = {}
         self.batchable = True
-        self._per_example = general.PerExample(network, outputs)
+        self.proven: set[torch.Size] = set()
+        """Numbers of seeds and examples for which sending all seeds back at once was checked."""
+        self.per_example = general.PerExample(network, outputs)
         self._ruled = [
             (f"{path}." if path else "", module, MODULE_RULES[type(module)])
             for path, module in network.module.named_modules()
@@ -168,10 +178,14 @@ class Tape:
         """Run the network forward; must be called, and the record used, inside `network.prepared()`."""
         raw, f, calls = self._forward(inputs)
         axes = self._find_axes(inputs, f, calls)
-        uses = [
-            (call, use) for call, axis in zip(calls, axes, strict=True) if axis is not None for use in call.rule(call, axis)
-        ]
-        return Record(self, inputs, raw.shape, f, uses)
+        uses: list[tuple[Call, Use]] = []
+        lost: set[str] = set()
+        for call, axis in zip(calls, axes, strict=True):
+            found = call.rule(call, axis) if axis is not None else []
+            uses += [(call, use) for use in found]
+            if not found:
+                lost |= {slot.name for slot in call.slots.values()}
+        return Record(self, inputs, raw.shape, f, uses, frozenset(lost))
 
     def _forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, list[Call]]:
         recorder = Recorder(self.network, self.claimed | self.general)
@@ -256,7 +270,10 @@ class Tape:
             )
         axes = [_locate(one.probe, two.probe, *sizes) for one, two in zip(large, small, strict=True)]
         if length == 1:  # nothing to tell apart: all of the axis belongs to the one example
-            return [axis and BatchAxis(axis.dim, call.probe.shape[axis.dim], 1) for axis, call in zip(axes, calls, strict=True)]
+            return [
+                axis and BatchAxis(axis.dim, call.probe.shape[axis.dim], 1)
+                for axis, call in zip(axes, calls, strict=True)
+            ]
         return axes
 
     @staticmethod
@@ -270,14 +287,21 @@ class Tape:
             )
 
 
-
 class Record:
     """One batch on the tape: outputs `f` (B, T, C) and the uses of the chosen weights."""
 
     def __init__(
-        self, tape: Tape, inputs: Inputs, raw_shape: torch.Size, f: Tensor, uses: list[tuple[Call, Use]]
+        self,
+        tape: Tape,
+        inputs: Inputs,
+        raw_shape: torch.Size,
+        f: Tensor,
+        uses: list[tuple[Call, Use]],
+        lost: frozenset[str],
     ) -> None:
         self.tape, self.inputs, self.raw_shape, self.f, self.uses = tape, inputs, raw_shape, f, uses
+        self.lost = lost
+        """Parameters with a use in this batch that no rule could read."""
         self.calls = list({id(call): call for call, _ in uses}.values())
         self._inputs: dict[int, Tensor] = {}
 
@@ -295,23 +319,36 @@ class Record:
         edges = [call.edge for call in self.calls]
         found: Sequence[Tensor | None]
         if len(seeds) > 1 and self.batched():
-            try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message=".*batching rule.*")
-                    found = torch.autograd.grad(
-                        self.f, edges, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
-                    )
-                return self._by_call(found, len(seeds))
-            except RuntimeError:  # an operator that cannot be batched over: go one seed at a time from now on
-                self.tape.batchable = False
-        each = [
-            torch.autograd.grad(self.f, edges, seed, retain_graph=True, allow_unused=True) for seed in seeds
-        ]
+            batched = self._batched_gradients(edges, seeds)
+            if batched is not None:
+                return self._by_call(batched, len(seeds))
+            self.tape.batchable = False
+        each = [torch.autograd.grad(self.f, edges, seed, retain_graph=True, allow_unused=True) for seed in seeds]
         found = [
             None if parts[0] is None else (parts[0][None] if len(parts) == 1 else torch.stack(parts))
             for parts in zip(*each, strict=True)
         ]
         return self._by_call(found, len(seeds))
+
+    def _batched_gradients(self, edges: list[Any], seeds: Tensor) -> Sequence[Tensor | None] | None:
+        """All seeds at once; None if an operator cannot, or (as some do, silently) gives wrong results."""
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*batching rule.*")
+                found: Sequence[Tensor | None] = torch.autograd.grad(
+                    self.f, edges, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
+                )
+        except RuntimeError:
+            return None
+        if seeds.shape[:2] not in self.tape.proven:
+            mix = torch.linspace(-1, 1, len(seeds) + 1, dtype=seeds.dtype, device=seeds.device)[1:]
+            mixed = torch.einsum("m,mbtc->btc", mix, seeds)
+            truth = torch.autograd.grad(self.f, edges, mixed, retain_graph=True, allow_unused=True)
+            for one, many in zip(truth, found, strict=True):
+                if one is not None and many is not None and not _close(one, torch.einsum("m,m...->...", mix, many)):
+                    return None
+            self.tape.proven.add(seeds.shape[:2])
+        return found
 
     def _by_call(self, found: Sequence[Tensor | None], seeds: int) -> dict[int, Tensor]:
         return {
@@ -323,25 +360,36 @@ class Record:
         """What the batch says about each site's weights, for `seeds` (M, B, T, C)."""
         sites = self.tape.sites if sites is None else sites
         gradients = self.gradients(seeds)
-        loose = [site.slots[0].name for site in sites if site.slots[0].name in self.tape.general]
-        rows = self.tape._per_example.rows(self.inputs, loose, seeds) if loose else {}
+        uses = [self._uses(site) for site in sites]
+        # what only the general rule can do: always, or in this batch (a layer that sees some of the examples, or none)
+        loose = [not found or not self._clear(site) for site, found in zip(sites, uses, strict=True)]
+        names = {slot.name for site, is_loose in zip(sites, loose, strict=True) if is_loose for slot in site.slots}
+        rows = self.tape.per_example.rows(self.inputs, sorted(names), seeds) if names else {}
         return [
-            Rows(rows[site.slots[0].name]) if site.slots[0].name in rows else self._contribution(site, gradients)
-            for site in sites
+            self._general(site, rows) if is_loose else self._contribution(site, found, gradients)
+            for site, found, is_loose in zip(sites, uses, loose, strict=True)
         ]
 
-    def _contribution(self, site: Site, gradients: dict[int, Tensor]) -> Contribution:
+    def _clear(self, site: Site) -> bool:
+        return not any(slot.name in self.lost for slot in site.slots)
+
+    def _uses(self, site: Site) -> list[tuple[Call, Use]]:
         wanted = {slot.rows for slot in site.slots}
-        chosen = [
+        return [
             (call, use) for call, use in self.uses if wanted & {s.rows for s in (use.weight, use.bias) if s is not None}
         ]
-        if not chosen:
-            raise ModelError(
-                f"The weights {site.label!r} were used in another way than before",
-                expected="the same use of every weight in every batch",
-                got="a batch that does not use them, or not in the same layer",
-                do="make the forward pass independent of the data's values",
-            )
+
+    def _general(self, site: Site, rows: dict[str, Tensor]) -> Rows:
+        """Rows of the general rule in the site's order."""
+        parts = []
+        for slot in site.slots:
+            shape = self.tape.network.shapes[slot.name]
+            row = int(torch.Size(shape[1:]).numel())
+            parts.append(slot.arrange(rows[slot.name][..., slot.start * row : slot.start * row + slot.size]))
+        return Rows((parts[0] if len(parts) == 1 else torch.cat(parts, -1)).flatten(2))
+
+    def _contribution(self, site: Site, chosen: list[tuple[Call, Use]], gradients: dict[int, Tensor]) -> Contribution:
+        wanted = {slot.rows for slot in site.slots}
         if site.kind == "outer":
             return self._outer(site, [(use, gradients[id(call)]) for call, use in chosen if isinstance(use, OuterUse)])
         if site.kind == "lookup":

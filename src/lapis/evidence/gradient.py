@@ -28,7 +28,11 @@ class Tuning:
 
 
 def maximise(
-    objective: Callable[[Tensor], Tensor], start: Tensor, *, max_evaluations: int = 200, tolerance: float = 1e-9
+    objective: Callable[[Tensor], Tensor],
+    start: Tensor,
+    *,
+    max_evaluations: int = 200,
+    tolerance: float = 1e-9,
 ) -> tuple[Tensor, Tuning]:
     """Maximise objective(exp(u)) over u by L-BFGS from positive `start` (k,); the best value found is returned.
 
@@ -53,7 +57,12 @@ def maximise(
         jac=True,
         method="L-BFGS-B",
         bounds=[(-LARGEST_LOG, LARGEST_LOG)] * len(first),
-        options={"maxfun": max_evaluations, "maxiter": max_evaluations, "ftol": tolerance * 1e-3, "gtol": tolerance},
+        options={
+            "maxfun": max_evaluations,
+            "maxiter": max_evaluations,
+            "ftol": tolerance * 1e-3,
+            "gtol": tolerance,
+        },
     )
     best, logs = max(trace, key=lambda entry: entry[0])
     tuning = Tuning(

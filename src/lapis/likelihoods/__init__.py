@@ -80,6 +80,4 @@ def from_config(config: Mapping[str, Any]) -> Likelihood:
             return Gaussian(**{**settings, "noise": torch.tensor(settings["noise"], dtype=torch.float64)})
         return _BUILT_IN[name](**settings)
     except TypeError as error:
-        raise FileError(
-            f"The settings of the {name} likelihood in a file do not fit", got=str(config)
-        ) from error
+        raise FileError(f"The settings of the {name} likelihood in a file do not fit", got=str(config)) from error

@@ -72,9 +72,7 @@ def flatten_positions(y: Tensor, f: Tensor, positions: Sequence[int] | None) -> 
     return y.reshape(f.shape[0], count) if fits else None
 
 
-def flatten_channels(
-    y: Tensor, f: Tensor, width: int, channels: str, positions: Sequence[int] | None
-) -> Tensor | None:
+def flatten_channels(y: Tensor, f: Tensor, width: int, channels: str, positions: Sequence[int] | None) -> Tensor | None:
     """Targets (B, *positions, width), or (B, width, *positions) if channels come first, as (B, T, width).
 
     None when the shape does not fit.
@@ -87,9 +85,7 @@ def flatten_channels(
     return last.reshape(f.shape[0], f.shape[1], width) if fits and last.shape[-1] == width else None
 
 
-def per_output(
-    y: Any, f: Tensor, *, width: int, channels: str, positions: Sequence[int] | None, what: str
-) -> Tensor:
+def per_output(y: Any, f: Tensor, *, width: int, channels: str, positions: Sequence[int] | None, what: str) -> Tensor:
     """Real targets, one for each of `width` outputs, as finite numbers (B, T, width) in f's dtype.
 
     A width of 1 may be left out of the shape: (B,) or (B, *positions).

@@ -26,9 +26,7 @@ class Bernoulli(Likelihood):
 
     def targets(self, y: Any, f: Tensor, raw_shape: Sequence[int] | None = None) -> Tensor:
         positions = None if raw_shape is None else self.positions(raw_shape)
-        labels = per_output(
-            y, f, width=f.shape[-1], channels=self.channels, positions=positions, what="Binary targets"
-        )
+        labels = per_output(y, f, width=f.shape[-1], channels=self.channels, positions=positions, what="Binary targets")
         bad = (labels < 0) | (labels > 1)
         if bad.any():
             raise_at(

@@ -38,14 +38,10 @@ class Categorical(Likelihood):
     name: ClassVar[str] = "categorical"
     kind: ClassVar[Kind] = "classification"
 
-    def __init__(
-        self, ignore_index: int | None = -100, *, channels: Literal["last", "first"] = "last"
-    ) -> None:
+    def __init__(self, ignore_index: int | None = -100, *, channels: Literal["last", "first"] = "last") -> None:
         super().__init__(channels=channels)
         if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, int)):
-            raise OptionError(
-                "ignore_index is no class index", expected="an integer or None", got=repr(ignore_index)
-            )
+            raise OptionError("ignore_index is no class index", expected="an integer or None", got=repr(ignore_index))
         self.ignore_index = ignore_index
 
     def check_outputs(self, f: Tensor) -> None:
@@ -157,9 +153,9 @@ class Categorical(Likelihood):
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = f.detach().softmax(-1)
-        drawn = torch.multinomial(
-            on_generator(p.reshape(-1, f.shape[-1]), generator), 1, generator=generator
-        ).to(f.device)
+        drawn = torch.multinomial(on_generator(p.reshape(-1, f.shape[-1]), generator), 1, generator=generator).to(
+            f.device
+        )
         gradient = p - torch.nn.functional.one_hot(drawn.reshape(f.shape[:-1]), f.shape[-1]).to(p)
         return gradient if y.is_floating_point() else self._masked(gradient, y)
 

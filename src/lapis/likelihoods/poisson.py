@@ -37,9 +37,7 @@ class Poisson(Likelihood):
 
     def targets(self, y: Any, f: Tensor, raw_shape: Sequence[int] | None = None) -> Tensor:
         positions = None if raw_shape is None else self.positions(raw_shape)
-        counts = per_output(
-            y, f, width=f.shape[-1], channels=self.channels, positions=positions, what="Counts"
-        )
+        counts = per_output(y, f, width=f.shape[-1], channels=self.channels, positions=positions, what="Counts")
         bad = (counts < 0) | (counts != counts.round())
         if bad.any():
             raise_at(

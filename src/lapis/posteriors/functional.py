@@ -54,7 +54,9 @@ def linearised(
             record = curvature.tape.record(part)
             check_outputs(record.f.detach(), curvature.outputs, "this batch")
             means.append(record.f.detach())
-            covariances.append(_joint(record, curvature, gaussians) if kind == "joint" else _each(record, curvature, gaussians, kind))
+            covariances.append(
+                _joint(record, curvature, gaussians) if kind == "joint" else _each(record, curvature, gaussians, kind)
+            )
             shape = record.raw_shape
     assert shape is not None
     mean = torch.cat(means)
@@ -89,7 +91,9 @@ def _each(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussia
             gaussian.covariance(_own(contributions, places), kind == "diagonal")
             for gaussian, places in zip(gaussians, curvature.places, strict=True)
         ]
-        found.append(torch.stack(parts).sum(0) if len({part.dtype for part in parts}) == 1 else sum(parts[1:], parts[0]))
+        found.append(
+            torch.stack(parts).sum(0) if len({part.dtype for part in parts}) == 1 else sum(parts[1:], parts[0])
+        )
     return torch.stack(found, dim=1)
 
 

@@ -120,7 +120,9 @@ def laplace(
     kind, choices = CURVATURES[curvature], [note]
     if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS:
         kind = "sampled"
-        choices.append(f"Fisher information from {fisher_samples} drawn target(s), for {outputs[0].numel()} outputs an example")
+        choices.append(
+            f"Fisher information from {fisher_samples} drawn target(s), for {outputs[0].numel()} outputs an example"
+        )
         warnings.warn(
             f'{outputs[0].numel()} outputs an example: the Fisher information is sampled; curvature="exact" forbids that.',
             LapisWarning,
@@ -249,7 +251,9 @@ class LaplacePosterior:
             raise OptionError("Nothing to sample", expected="n >= 1", got=str(n), do="ask for at least one draw")
         device = self.network.device
         generator = generator or torch.Generator(device).manual_seed(0)
-        noise = torch.randn(n, self.n_weights, dtype=torch.float64, generator=generator, device=generator.device).to(device)
+        noise = torch.randn(n, self.n_weights, dtype=torch.float64, generator=generator, device=generator.device).to(
+            device
+        )
         parts = noise.split([block.size for block in self.curvature.blocks], -1)
         draws = self._to_flat([gaussian.color(part) for gaussian, part in zip(self.gaussians, parts, strict=True)])
         return (self.mean.double() + draws).to(self.mean.dtype)
@@ -258,12 +262,13 @@ class LaplacePosterior:
         """log q(theta) for weights (P,) or (n, P)."""
         if theta.shape[-1] != self.n_weights or theta.dim() > 2:
             raise DataError(
-                "These are no weight vectors", expected=f"(..., {self.n_weights})", got=str(tuple(theta.shape)), do="pass flat weights"
+                "These are no weight vectors",
+                expected=f"(..., {self.n_weights})",
+                got=str(tuple(theta.shape)),
+                do="pass flat weights",
             )
         deviations = self._to_blocks(theta.reshape(-1, self.n_weights).double() - self.mean.double())
-        quadratic = sum(
-            (g.multiply(part) * part).sum(-1) for g, part in zip(self.gaussians, deviations, strict=True)
-        )
+        quadratic = sum((g.multiply(part) * part).sum(-1) for g, part in zip(self.gaussians, deviations, strict=True))
         constant = self._logdet() - self.n_weights * math.log(2 * math.pi)
         return (0.5 * (constant - quadratic)).reshape(theta.shape[:-1])
 
@@ -368,7 +373,12 @@ class LaplacePosterior:
         return replace(self, temperature=temperature, tuning=None)
 
     def update(
-        self, data: Any, *, batch_size: int | None = None, generator: torch.Generator | None = None, progress: bool | None = None
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool | None = None,
     ) -> LaplacePosterior:
         """The posterior that has seen `data` as well: curvature is a sum over data."""
         self._check_model()
@@ -389,9 +399,14 @@ class LaplacePosterior:
     # predictions -----------------------------------------------------------------------------------------------------
 
     def functional_variance(self, x: Inputs, diagonal: bool = False) -> Tensor:
-        """J Sigma J^T of the outputs at each example: (B, C, C), or its diagonal (B, C); positions come behind B."""
+        """J Sigma J^T of the outputs at each example: (B, C, C), or its diagonal (B, C) laid out as the outputs are.
+
+        Outputs with positions give one matrix a position, (B, *positions, C, C).
+        """
         latent, shape = self._linearised(x, "diagonal" if diagonal else "full")
-        return self.likelihood.spread(latent.variance if latent.covariance is None else latent.covariance, shape)
+        if latent.covariance is not None:
+            return self.likelihood.spread(latent.covariance, shape)
+        return self.likelihood.layout(latent.variance, shape if len(shape) > 1 else (*shape, 1))
 
     def functional_covariance(self, x: Inputs) -> Tensor:
         """Covariance of all outputs of all examples with each other: (B, C, B, C), positions behind each B."""
@@ -433,7 +448,9 @@ class LaplacePosterior:
         if method != "linearised":
             raise OptionError("Unknown method", expected='"linearised" or "sampled"', got=repr(method), do="choose one")
         if covariance not in (None, "full", "diagonal"):
-            raise OptionError("Unknown covariance", expected='"full" or "diagonal"', got=repr(covariance), do="choose one")
+            raise OptionError(
+                "Unknown covariance", expected='"full" or "diagonal"', got=repr(covariance), do="choose one"
+            )
         full = covariance == "full" or (covariance is None and self.curvature.outputs <= FULL_COVARIANCE)
         latent, shape = self._linearised(x, "joint" if joint else "full" if full else "diagonal")
         return predict_outputs(
@@ -443,9 +460,7 @@ class LaplacePosterior:
     def _linearised(self, x: Inputs, kind: functional.Kind) -> tuple[LatentGaussian, torch.Size]:
         self._check_model()
         inputs = functional.check_inputs(x, self.network, self.curvature.signature)
-        return functional.linearised(
-            self.network, self.curvature, self.gaussians, inputs, kind, self.memory_budget
-        )
+        return functional.linearised(self.network, self.curvature, self.gaussians, inputs, kind, self.memory_budget)
 
     def _sampled(self, x: Inputs, samples: int, generator: torch.Generator | None) -> tuple[Tensor, torch.Size]:
         """Outputs (S, B, T, C) of drawn networks."""
@@ -480,11 +495,19 @@ class LaplacePosterior:
 
 def _check_temperature(temperature: float) -> None:
     if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
-        raise OptionError("Bad temperature", expected="a positive number", got=repr(temperature), do="use 1 for Bayes' rule")
+        raise OptionError(
+            "Bad temperature", expected="a positive number", got=repr(temperature), do="use 1 for Bayes' rule"
+        )
 
 
 def _check_options(
-    curvature: str, temperature: float, sharing: str, bias: str, fisher_samples: int, batch_size: int | None, budget: int
+    curvature: str,
+    temperature: float,
+    sharing: str,
+    bias: str,
+    fisher_samples: int,
+    batch_size: int | None,
+    budget: int,
 ) -> None:
     _check_temperature(temperature)
     for name, value, allowed in (
@@ -493,7 +516,16 @@ def _check_options(
         ("bias", bias, ("joint", "separate")),
     ):
         if value not in allowed:
-            raise OptionError(f"Unknown {name}", expected=", ".join(map(repr, allowed)), got=repr(value), do="choose one of these")
-    for name, number in (("fisher_samples", fisher_samples), ("batch_size", 1 if batch_size is None else batch_size), ("memory_budget", budget)):
+            raise OptionError(
+                f"Unknown {name}",
+                expected=", ".join(map(repr, allowed)),
+                got=repr(value),
+                do="choose one of these",
+            )
+    for name, number in (
+        ("fisher_samples", fisher_samples),
+        ("batch_size", 1 if batch_size is None else batch_size),
+        ("memory_budget", budget),
+    ):
         if number < 1:
             raise OptionError(f"Bad {name}", expected="at least 1", got=str(number), do="pass a positive number")

@@ -71,15 +71,15 @@ def save(posterior: LaplacePosterior, path: str | os.PathLike[str]) -> None:
         save_file(tensors, partial, metadata={"lapis": text, "digest": _digest(text, tensors)})
         os.replace(partial, target)
     except OSError as error:
-        raise FileError(f"Cannot write {target}", got=str(error), do="choose a folder that exists and can be written") from error
+        raise FileError(
+            f"Cannot write {target}", got=str(error), do="choose a folder that exists and can be written"
+        ) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             partial.unlink()
 
 
-def load(
-    path: str | os.PathLike[str], model: nn.Module, likelihood: Likelihood | None = None
-) -> LaplacePosterior:
+def load(path: str | os.PathLike[str], model: nn.Module, likelihood: Likelihood | None = None) -> LaplacePosterior:
     """The posterior saved at `path`, for the same network with the same weights.
 
     `likelihood` is needed for `Custom` ones only, whose function no file can hold.

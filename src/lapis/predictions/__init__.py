@@ -81,9 +81,7 @@ def _checked_link(likelihood: Likelihood, latent: Latent, link: str | None) -> L
         if link == known or (link is None and known == "probit"):
             found: Link = known
             return found
-    raise OptionError(
-        "Unknown link", expected=", ".join(f'"{known}"' for known in get_args(Link)), got=repr(link)
-    )
+    raise OptionError("Unknown link", expected=", ".join(f'"{known}"' for known in get_args(Link)), got=repr(link))
 
 
 def _checked_samples(likelihood: Likelihood, latent: Latent, link: Link | None, samples: int | None) -> int:
@@ -93,9 +91,7 @@ def _checked_samples(likelihood: Likelihood, latent: Latent, link: Link | None, 
     if isinstance(latent, LatentSamples):
         drawn = len(latent.values)
         if samples not in (None, drawn):
-            raise OptionError(
-                "The networks are drawn already", expected=f"samples=None or {drawn}", got=repr(samples)
-            )
+            raise OptionError("The networks are drawn already", expected=f"samples=None or {drawn}", got=repr(samples))
         return drawn
     exact = likelihood.kind in ("regression", "count") or link == "bridge"
     if samples is not None and exact and not latent.is_joint:

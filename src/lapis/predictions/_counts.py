@@ -19,7 +19,9 @@ def log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """log E[Poisson(y; e^f)], f ~ N(mean, variance), elementwise.
 
     Gauss-Hermite around the integrand's own mode and width: as a function of f the Poisson density of a large
-    count is much narrower than N(mean, variance), and fixed nodes would miss it.
+    count is much narrower than N(mean, variance), and fixed nodes would miss it. For a count of zero the
+    density is a step in f, too sharp for the nodes when the variance is large; `cumulative` is made for
+    steps.
     """
     variance = variance.clamp_min(CERTAIN)
     shift = _mode_shift(y, mean, variance)
@@ -28,7 +30,12 @@ def log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     offset = shift + width * z
     f = mean + offset
     log_integrand = y * f - f.exp() - torch.lgamma(y + 1) - 0.5 * offset**2 / variance - 0.5 * variance.log()
-    return (log_weights + log_integrand + 0.5 * z**2 + width.log()).logsumexp(0)
+    result = (log_weights + log_integrand + 0.5 * z**2 + width.log()).logsumexp(0)
+    step = (y == 0) & (variance > 4)
+    if not bool(step.any()):
+        return result
+    none = cumulative(torch.zeros_like(mean), mean, variance)
+    return torch.where(step & (none > 1e-8), none.log(), result)
 
 
 def _mode_shift(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:

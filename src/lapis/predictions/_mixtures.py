@@ -29,9 +29,7 @@ def multivariate_log_prob(error: Tensor, covariance: Tensor) -> Tensor:
             got="a negative eigenvalue",
             do="refit in float64, or predict with the diagonal covariance",
         )
-    white: Tensor = torch.linalg.solve_triangular(lower, error.double().unsqueeze(-1), upper=False).squeeze(
-        -1
-    )
+    white: Tensor = torch.linalg.solve_triangular(lower, error.double().unsqueeze(-1), upper=False).squeeze(-1)
     log_volume: Tensor = lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     return -0.5 * (white**2).sum(-1) - log_volume - 0.5 * error.shape[-1] * LOG_TWO_PI
 

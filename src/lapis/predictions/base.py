@@ -72,8 +72,12 @@ class Prediction(ABC):
 
     def _log_densities(self, target: Tensor, *, joint: bool = False) -> Tensor:
         """log p(y | f) of each draw of f: (S, B, T)."""
-        chunks = self.latent.draws(self.samples, self.seed, joint=joint)
-        return -torch.stack([self.likelihood.position_nll(f, target) for chunk in chunks for f in chunk])
+        parts = []
+        for chunk in self.latent.draws(self.samples, self.seed, joint=joint):
+            repeated = target.expand(len(chunk), *target.shape).flatten(0, 1)
+            losses = self.likelihood.position_nll(chunk.flatten(0, 1), repeated)
+            parts.append(-losses.reshape(chunk.shape[:3]))
+        return torch.cat(parts)
 
     def _monte_carlo_log_prob(self, target: Tensor) -> Tensor:
         """log E_f[p(y | f)] at each position, (B, T), by Monte Carlo."""

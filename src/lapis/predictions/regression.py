@@ -94,9 +94,7 @@ class RegressionPrediction(Prediction):
             return self._monte_carlo_log_prob(target)
         blocks = self.latent.blocks
         if blocks is not None and not self._heteroscedastic:
-            covariance = blocks.double() + torch.diag_embed(
-                self._noise_variance.expand(self.latent.mean.shape)
-            )
+            covariance = blocks.double() + torch.diag_embed(self._noise_variance.expand(self.latent.mean.shape))
             return multivariate_log_prob(target - self.latent.mean, covariance).to(target.dtype)
         means, variances, log_weights = self._components
         densities = log_weights + normal_log_prob(target.double(), means, variances)
