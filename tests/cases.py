@@ -17,12 +17,14 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 F64 = torch.float64
 
@@ -175,7 +177,11 @@ def custom() -> LikelihoodSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """One network with one likelihood. `inputs(generator, n)` draws n examples."""
+    """One network with one likelihood. `inputs(generator, n)` draws n examples.
+
+    `data_dependent`: which layers an example passes depends on its values. Such a network has no Kronecker
+    structure that is the same for all batches; that must be refused, not guessed.
+    """
 
     name: str
     architecture: Callable[[], nn.Module]
@@ -183,6 +189,7 @@ class Case:
     likelihood: LikelihoodSpec
     layers: tuple[str | tuple[str, ...], ...] = ()
     n: int = 6
+    data_dependent: bool = False
 
     def make_model(self, dtype: torch.dtype = F64) -> nn.Module:
         """The network with seeded weights, moved away from the special values (0 and 1) of norm layers."""
@@ -233,9 +240,8 @@ def over(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def call(model: nn.Module, x: Any) -> Tensor:
-    if isinstance(x, tuple):
-        return model(*x)
-    return model(**x) if isinstance(x, dict) else model(x)
+    out = model(*x) if isinstance(x, tuple) else model(**x) if isinstance(x, dict) else model(x)
+    return getattr(out, "logits", out)
 
 
 def randn(*shape: int) -> Callable[[torch.Generator, int], Tensor]:
@@ -412,6 +418,197 @@ class FlattenedTokens(nn.Module):
         rows = torch.tanh(self.inner(rows))
         shape = (length, batch, -1) if self.position_major else (batch, length, -1)
         return self.head(rows.reshape(shape).mean(0 if self.position_major else 1))
+
+
+class Siamese(nn.Module):
+    """Both inputs of a pair through one network, stacked along the batch axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        left, right = torch.tanh(self.inner(torch.cat([left, right]))).chunk(2)
+        return self.head(left * right)
+
+
+class Frames(nn.Module):
+    """A convolution of every frame of (B, T, C, H, W), with frames folded into the batch axis."""
+
+    def __init__(self, frame_major: bool) -> None:
+        super().__init__()
+        self.frame_major = frame_major
+        self.convolution, self.head = nn.Conv2d(1, 2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length = x.shape[:2]
+        lead = (length, batch) if self.frame_major else (batch, length)
+        frames = (x.transpose(0, 1) if self.frame_major else x).flatten(0, 1)
+        out = torch.tanh(self.convolution(frames)).unflatten(0, lead).mean((-1, -2))
+        weights = torch.arange(1.0, length + 1, dtype=x.dtype)
+        return self.head(torch.einsum("tbc,t->bc" if self.frame_major else "btc,t->bc", out, weights))
+
+
+class Windows(nn.Module):
+    """Attention inside windows of a sequence, with windows folded into the batch axis (as Swin does)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.head = nn.Linear(3, 9), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = x.unflatten(1, (-1, 2)).flatten(0, 1)
+        q, k, v = self.qkv(windows).chunk(3, -1)
+        mixed = self.out(F.scaled_dot_product_attention(q, k, v)).unflatten(0, (len(x), -1)).flatten(1, 2)
+        return self.head(torch.tanh(x + mixed).cumsum(1).mean(1))
+
+
+class SqueezeExcitation(nn.Module):
+    """Channels scaled by a network of their means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.exit = nn.Conv1d(1, 3, 2), nn.Linear(3, 2)
+        self.gate = nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 3), nn.Sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        return self.exit(torch.tanh(x * self.gate(x.mean(2))[..., None]).mean(2))
+
+
+class FixupBlock(nn.Module):
+    """A residual block without norm layers: scalar shifts and a scalar scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift1, self.shift2 = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(()))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.conv, self.head = nn.Conv2d(2, 2, 3, padding=1, bias=False), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.scale * self.conv(x + self.shift1) + self.shift2
+        return self.head(F.relu(x).mean((2, 3)))
+
+
+class TransposedTie(nn.Module):
+    """An autoencoder whose decoder is its encoder's transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.shift = nn.Linear(3, 4), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.encoder(x)), self.encoder.weight.t(), self.shift)
+
+
+class OverlappingSlices(nn.Module):
+    """Parts of one matrix used apart, some rows in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.head = nn.Parameter(torch.randn(4, 3)), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = F.linear(x, self.matrix[:3]), F.linear(x.square(), self.matrix[1:])
+        return self.head(torch.tanh(torch.cat(parts, 1)))
+
+
+class HyperNetwork(nn.Module):
+    """A layer that makes another layer's weights from a learned code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.maker, self.head = nn.Parameter(torch.randn(2)), nn.Linear(2, 9), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x @ self.maker(self.code).reshape(3, 3)))
+
+
+class StackedEnsemble(nn.Module):
+    """Three small networks in one parameter each for weights and biases, run by vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3, 2, 3)), nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        members = torch.func.vmap(F.linear, (None, 0, 0))(x, self.weight, self.bias)
+        return torch.tanh(members).mean(0)
+
+
+class IndexedTable(nn.Module):
+    """A raw table indexed by tokens, beside one indexed by position for all examples alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.position = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(6, 3))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.arange(x.shape[1])
+        return self.head(torch.tanh(self.table[x] + self.position[steps]).mean(1))
+
+
+class ConstantOutput(nn.Module):
+    """An intercept: the same learned output for every example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.intercept = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.intercept.expand(len(x), 3)
+
+
+class CellByHand(nn.Module):
+    """A recurrence written out over a cell, from a learned initial state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.initial, self.cell = nn.Parameter(torch.zeros(1, 3)), nn.GRUCell(2, 3)
+        self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.initial.expand(len(x), -1)
+        for step in x.unbind(1):
+            state = self.cell(step, torch.tanh(self.inner(state)))
+        return self.head(state)
+
+
+class NoGradBackbone(nn.Module):
+    """Layers below a no_grad block: trainable by their flags, without influence by their use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = torch.tanh(self.backbone(x))
+        return self.head(x)
+
+
+class Checkpointed(nn.Module):
+    """Activations thrown away and computed again on the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(checkpoint(self.inner, x, use_reentrant=False)))
+
+
+class NamedOutput(nn.Module):
+    """Logits inside an object, as Hugging Face models return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp(3, 4, 3)()
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.inner(x), loss=None)
 
 
 class Routed(nn.Module):
@@ -772,6 +969,9 @@ def table() -> list[Case]:
         Case("embedding_repeated", stack(lambda: nn.Embedding(3, 4), nn.Tanh,
                                          lambda: Apply(lambda x: x.sum(1)), lambda: linear(4, 2)),
              tokens(6, 3), poisson(), ("0", "3")),
+        Case("embedding_sparse", stack(lambda: nn.Embedding(5, 3, sparse=True), nn.Tanh,
+                                       lambda: Apply(lambda x: x.mean(1)), lambda: linear(3, 2)),
+             tokens(4, 5), gaussian(), ("0", "3")),
         Case("embedding_bag", stack(lambda: nn.EmbeddingBag(6, 3), nn.Tanh, lambda: linear(3, 2)),
              tokens(4, 6), gaussian(), ("2",)),
         # Norm layers
@@ -855,7 +1055,27 @@ def table() -> list[Case]:
              ("inner", "head")),
         Case("flattened_position_major", lambda: FlattenedTokens(True), randn(6, 2), categorical(),
              ("inner", "head")),
-        Case("routed_experts", Routed, randn(3), gaussian(), ("head",), n=7),
+        Case("siamese_stacked", Siamese, lambda g, n: (randn(3)(g, n), randn(3)(g, n)), bernoulli(),
+             ("inner", "head")),
+        Case("frames_example_major", lambda: Frames(False), randn(3, 1, 3, 3), gaussian(),
+             ("convolution", "head")),
+        Case("frames_frame_major", lambda: Frames(True), randn(6, 1, 3, 3), categorical(),
+             ("convolution", "head")),
+        Case("windows", Windows, randn(6, 3), poisson(), ("qkv", "out", "head")),
+        Case("squeeze_excitation", SqueezeExcitation, randn(1, 5), gaussian(),
+             ("entry", "gate.0", "gate.2", "exit")),
+        Case("fixup_block", FixupBlock, randn(2, 4, 3), categorical(), ("conv", "head")),
+        Case("transposed_tie", TransposedTie, randn(3), gaussian()),
+        Case("overlapping_slices", OverlappingSlices, randn(3), gaussian(), ("head",)),
+        Case("hyper_network", HyperNetwork, randn(3), categorical(), ("head",)),
+        Case("stacked_ensemble", StackedEnsemble, randn(3), gaussian()),
+        Case("indexed_table", IndexedTable, tokens(6, 4), poisson(), ("head",)),
+        Case("constant_output", ConstantOutput, randn(2), categorical()),
+        Case("recurrence_by_hand", CellByHand, randn(3, 2), gaussian(), ("inner", "head")),
+        Case("no_grad_backbone", NoGradBackbone, randn(3), categorical(), ("head",)),
+        Case("checkpointed", Checkpointed, randn(3), gaussian(), ("inner.0", "inner.2", "head")),
+        Case("named_output", NamedOutput, randn(3), categorical(), ("inner.0", "inner.2")),
+        Case("routed_experts", Routed, randn(3), gaussian(), ("head",), n=7, data_dependent=True),
         Case("bilinear", BilinearPair, lambda g, n: (randn(2)(g, n), randn(3)(g, n)), poisson(), ("head",)),
         Case("dropout_in_train_mode", mixed_modes, randn(3), categorical(), ("0", "4")),
         # Inputs and outputs of other shapes

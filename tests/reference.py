@@ -92,7 +92,7 @@ def flat_gradient(scalar: Tensor, model: nn.Module, create_graph: bool = False) 
     options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
     gradients = torch.autograd.grad(scalar, weights, **options)
     filled = [torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True)]
-    return torch.cat([g.reshape(-1) for g in filled])
+    return torch.cat([g.to_dense().reshape(-1) for g in filled])
 
 
 def jacobians(model: nn.Module, x: Any, spec: LikelihoodSpec) -> list[Tensor]:
@@ -207,7 +207,7 @@ class Recorder:
         self.model = evaluated(model)
         self.blocks: list[Block] = []
         self._starts = offsets(self.model)
-        self._listener = Listener()
+        self._listener, self._recording = Listener(), False
         for entry in layers:
             if isinstance(entry, str) and ":" in entry:
                 self._listen(*entry.split(":"))
@@ -227,8 +227,11 @@ class Recorder:
     def run(self, example: Any) -> Tensor:
         for block in self.blocks:
             block.uses.clear()
+        self._recording = True
         with self._listener:
-            return call(self.model, example)
+            out = call(self.model, example)
+        self._recording = False
+        return out
 
     def _index(self, parameter: nn.Parameter | None) -> Tensor | None:
         """Places of a parameter's entries in the flat vector; None for an absent or frozen one."""
@@ -270,12 +273,13 @@ class Recorder:
 
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             uses = read(module, inputs[0].detach(), output)
-            for block, use in zip(blocks, uses, strict=True):
-                block.uses.append(use)
+            if self._recording:  # a checkpointed layer runs again on the way back
+                for block, use in zip(blocks, uses, strict=True):
+                    block.uses.append(use)
             outs = torch.cat([out for _, out in uses], 1)
-            if not isinstance(module, nn.modules.conv._ConvNd):
-                return outs.reshape(output.shape).clone(memory_format=torch.contiguous_format)
-            return outs.T.reshape(output.shape).clone(memory_format=torch.contiguous_format)
+            if isinstance(module, nn.modules.conv._ConvNd):
+                outs = outs.unflatten(0, (len(output), -1)).transpose(1, 2)
+            return outs.reshape(output.shape).clone(memory_format=torch.contiguous_format)
 
         for module in modules:
             module.register_forward_hook(hook)
@@ -375,12 +379,13 @@ def read_embedding(module: nn.Embedding, index: Tensor, output: Tensor) -> list[
 
 
 def read_convolution(module: nn.Module, x: Tensor, output: Tensor) -> list[Use]:
-    """Patches (T, in/groups * kernel) and outputs (T, out/groups) of each group, for one example."""
-    extent = output.shape[2:]
+    """Patches (T, in/groups * kernel) and outputs (T, out/groups) of each group, frame after frame."""
     patches_of = transposed_patches if module.transposed else patches
-    inputs = x[0].chunk(module.groups)
-    outs = output[0].chunk(module.groups)
-    return [(patches_of(module, a, extent), out.flatten(1).T) for a, out in zip(inputs, outs, strict=True)]
+    uses = []
+    for a, out in zip(x.chunk(module.groups, 1), output.chunk(module.groups, 1), strict=True):
+        inputs = torch.cat([patches_of(module, frame, output.shape[2:]) for frame in a])
+        uses.append((inputs, out.flatten(2).transpose(1, 2).flatten(0, 1)))
+    return uses
 
 
 def patches(module: nn.Module, x: Tensor, extent: torch.Size) -> Tensor:
@@ -433,6 +438,8 @@ def capture(
     model: nn.Module, x: Any, y: Tensor, spec: LikelihoodSpec, layers: Layers, curvature: str = "ggn"
 ) -> list[Capture]:
     """Every matrix layer's inputs and gradients; the positions of all its uses one after the other."""
+    if not layers:
+        return []
     recorder = Recorder(model, layers)
     captures: list[Capture] = []
     for n, root in enumerate(seeds(model, x, y, spec, curvature)):

@@ -64,12 +64,20 @@ def close(a: Tensor, b: Tensor | float, tolerance: float = 1e-10) -> None:
 
 def expectation(function: Callable[[float], float], mean: float, variance: float, *points: float) -> float:
     """E[function(f)], f ~ N(mean, variance), by adaptive quadrature; `points` mark narrow features."""
+    if variance == 0:
+        return function(mean)
     sd = math.sqrt(variance)
     low, high = mean - 12 * sd, mean + 12 * sd
     inside = [p for p in points if low < p < high]
     return float(
         integrate.quad(
-            lambda f: function(f) * stats.norm.pdf(f, mean, sd), low, high, points=inside or None, limit=2000
+            lambda f: function(f) * stats.norm.pdf(f, mean, sd),
+            low,
+            high,
+            points=inside or None,
+            limit=2000,
+            epsabs=0,
+            epsrel=1e-9,
         )[0]
     )
 
@@ -158,11 +166,11 @@ def test_sampled_regression_is_a_mixture_of_gaussians() -> None:
     close(joint, together.logsumexp(0) - math.log(5))
 
 
-@pytest.mark.parametrize("variance_s", [1e-6, 0.1, 1.0, 4.0])
+@pytest.mark.parametrize("variance_s", [0.0, 1e-6, 0.1, 1.0, 4.0, 25.0])
 def test_linearised_heteroscedastic_regression_matches_integration_over_the_log_variance(
     variance_s: float,
 ) -> None:
-    """Relative error of the density below 1e-4 up to a standard deviation of 2 in the log variance."""
+    """Relative error of the density below 1e-6 up to a standard deviation of 5 in the log variance."""
     m, s, variance_m = 0.3, -0.5, 0.2
     mean = torch.tensor([[[m, s]]], dtype=F64)
     variance = torch.tensor([[[variance_m, variance_s]]], dtype=F64)
@@ -170,7 +178,7 @@ def test_linearised_heteroscedastic_regression_matches_integration_over_the_log_
     assert isinstance(prediction, RegressionPrediction)
     for y in (0.3, 1.0, -4.0, 10.0):
         exact = expectation(lambda t, y=y: stats.norm.pdf(y, m, math.sqrt(variance_m + math.exp(t))), s, variance_s)
-        close(prediction.log_prob(torch.tensor([y], dtype=F64)), math.log(exact), 1e-4)
+        close(prediction.log_prob(torch.tensor([y], dtype=F64)), math.log(exact), 1e-6)
     assert prediction.mean.shape == (1, 1)
     close(prediction.mean, m)
     close(prediction.epistemic_variance, variance_m)
@@ -182,7 +190,7 @@ def test_linearised_heteroscedastic_regression_matches_integration_over_the_log_
         s,
         variance_s,
     )
-    assert inside == pytest.approx(0.9, abs=1e-4)
+    assert inside == pytest.approx(0.9, abs=1e-6)
 
 
 def test_sampled_heteroscedastic_regression_averages_the_networks() -> None:

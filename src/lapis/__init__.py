@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch import Tensor, nn
 
-from lapis.curvature.tape import register_rule
+from lapis.curvature.recorder import register_rule
 from lapis.errors import (
     DataError,
     FileError,

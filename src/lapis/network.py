@@ -1,4 +1,4 @@
-"""A torch module seen as a function of its chosen weights: which they are, how they lie in a flat vector, how to call it.
+"""A torch module as a function of its chosen weights: which they are, how they lie in a flat vector, how to call it.
 
 Flat vectors order the chosen weights as `module.named_parameters()` does; a tied parameter occurs once.
 """
@@ -63,7 +63,7 @@ class Network:
             )
         self.check_finite()
 
-    # which weights ------------------------------------------------------------------------------------------------
+    # which weights ---------------------------------------------------------------------------------
 
     def _choose(self, weights: Weights, trainable: Mapping[str, Tensor], example: Inputs | None) -> list[str]:
         if callable(weights):
@@ -113,7 +113,7 @@ class Network:
             raise ModelError("No layer with weights was called", do="name the layer: weights='head'")
         return called[-1]
 
-    # flat vectors ---------------------------------------------------------------------------------------------------
+    # flat vectors ----------------------------------------------------------------------------------
 
     def flat(self) -> Tensor:
         """The chosen weights as one vector (P,), copied."""
@@ -123,7 +123,7 @@ class Network:
         """A vector (P,) as a dictionary of parameters."""
         return split_vector(vector, self.shapes)
 
-    # calling --------------------------------------------------------------------------------------------------------
+    # calling ---------------------------------------------------------------------------------------
 
     def call(self, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """The output tensor for `inputs`, with some parameters replaced."""
@@ -137,7 +137,7 @@ class Network:
             raise DataError(
                 "The network could not run on this input",
                 expected=self.signature and f"inputs like {self.signature}",
-                got=f"{describe(inputs)}, and the network said: {str(error).strip().splitlines()[0] if str(error) else error!r}",
+                got=f"{describe(inputs)}, and the network said: {_first_line(error)}",
                 do="pass inputs of the shape and dtype that the network takes",
             ) from error
         if not isinstance(output, Tensor):
@@ -166,7 +166,7 @@ class Network:
                 for name, parameter in self.module.named_parameters():
                     parameter.requires_grad_(flags[name])
 
-    # checks ---------------------------------------------------------------------------------------------------------
+    # checks ----------------------------------------------------------------------------------------
 
     def check_finite(self) -> None:
         """Refuse NaN and infinity in any parameter or buffer, by name."""
@@ -216,7 +216,15 @@ def split_vector(vector: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[
             got=str(tuple(vector.shape)),
             do="pass one weight vector, or a stack (n, P) of them",
         )
-    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), vector.split(sizes), strict=True)}
+    return {
+        name: part.reshape(shape)
+        for (name, shape), part in zip(shapes.items(), torch.split(vector, sizes), strict=True)
+    }
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _matches(name: str, pattern: str) -> bool:

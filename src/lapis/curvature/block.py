@@ -72,6 +72,10 @@ class BlockGaussian(ABC):
         """precision @ vectors."""
 
     @abstractmethod
+    def solve(self, vectors: Tensor) -> Tensor:
+        """covariance @ vectors."""
+
+    @abstractmethod
     def variance(self) -> Tensor:
         """Marginal variance of each weight, (size,)."""
 

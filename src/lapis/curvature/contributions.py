@@ -64,7 +64,7 @@ class Outer:
 
     def square_sum(self) -> Tensor:
         """sum over examples and seeds of J^2, (K, O, I)."""
-        seeds, batch, groups, outputs, positions, inputs = self.dims
+        _, _, groups, outputs, positions, inputs = self.dims
         if positions == 1:
             g2 = self.g.square().sum(0).squeeze(-1)
             return torch.einsum("bko,bki->koi", g2, self.a.squeeze(2).square())
@@ -75,7 +75,7 @@ class Outer:
 
     def covariance(self, variance: Tensor, diagonal: bool) -> Tensor:
         """J diag(variance) J^T for each example: (B, M, M), or its diagonal (B, M). `variance`: (K, O, I)."""
-        seeds, batch, groups, outputs, positions, inputs = self.dims
+        seeds, batch, _, _, positions, _ = self.dims
         if positions == 1:
             weight = torch.einsum("bki,koi->bko", self.a.squeeze(2).square(), variance).reshape(batch, -1)
             g = self.g.reshape(seeds, batch, -1).transpose(0, 1)
@@ -229,7 +229,7 @@ class Rows:
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor, shape: tuple[int, ...]) -> Rows:
         """Rows over a (K, O, I) array in the bases of inputs (K, I, I) and outputs (K, O, O)."""
-        array = outputs.mT @ self.values.unflatten(-1, shape)
+        array = outputs.mT @ self.values.reshape(*self.values.shape[:2], *shape)
         return Rows((array if inputs is None else array @ inputs).flatten(2))
 
     def joint(self, variance: Tensor) -> Tensor:

@@ -91,10 +91,14 @@ class DenseGaussian(BlockGaussian):
         return 2 * self.factor().diagonal().log().sum()
 
     def color(self, noise: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.factor().mT, noise.T, upper=True).T
+        draws: Tensor = torch.linalg.solve_triangular(self.factor().mT, noise.T, upper=True)
+        return draws.T
 
     def multiply(self, vectors: Tensor) -> Tensor:
         return vectors @ self.matrix()
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        return torch.cholesky_solve(vectors.T, self.factor()).T
 
     def variance(self) -> Tensor:
         return torch.cholesky_inverse(self.factor()).diagonal()
@@ -104,7 +108,8 @@ class DenseGaussian(BlockGaussian):
         rows = stacked_rows(contributions)
         seeds, batch, _ = rows.shape
         flat = rows.transpose(0, 1).reshape(batch * seeds, -1).double()
-        return torch.linalg.solve_triangular(self.factor(), flat.T, upper=False).reshape(-1, batch, seeds)
+        white: Tensor = torch.linalg.solve_triangular(self.factor(), flat.T, upper=False)
+        return white.reshape(-1, batch, seeds)
 
     def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
         white = self._whitened(contributions)

@@ -51,6 +51,9 @@ class DiagonalGaussian(BlockGaussian):
     def multiply(self, vectors: Tensor) -> Tensor:
         return vectors * self.precision.reshape(-1)
 
+    def solve(self, vectors: Tensor) -> Tensor:
+        return vectors / self.precision.reshape(-1)
+
     def variance(self) -> Tensor:
         return self.precision.reciprocal().reshape(-1)
 

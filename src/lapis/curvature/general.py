@@ -1,4 +1,4 @@
-"""The general rule: gradients of any weights, one example at a time. Slower, and exact for every differentiable network."""
+"""The general rule: gradients of any weights, one example at a time. Slower, and exact for any network."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PerExample:
                 raw = self.network.call(map_tensors(lambda x: x.unsqueeze(0), example), values)
                 return self.outputs(raw)[0]
 
-            _, pull = torch.func.vjp(output, parameters)
+            pull = torch.func.vjp(output, parameters)[1]
             gradients: dict[str, Tensor] = torch.func.vmap(lambda s: pull(s)[0])(seed)
             return gradients
 

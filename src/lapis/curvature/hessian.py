@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lapis.curvature.dense import DenseBlock
-from lapis.curvature.tape import Record
+from lapis.curvature.record import Record
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 

@@ -107,7 +107,7 @@ class KroneckerBlock(Block):
 
 
 class KroneckerGaussian(BlockGaussian):
-    """Precision (Q_G (x) W) diag(eigenvalues) (Q_G (x) W)^T with W = D^1/2 Q_A; W = Q_A when the prior is one number."""
+    """Precision (Q_G (x) W) diag(eigenvalues) (Q_G (x) W)^T, W = D^1/2 Q_A, or Q_A when the prior is one number."""
 
     def __init__(self, block: KroneckerBlock, prior: Tensor, scale: Tensor) -> None:
         self.block, self.prior = block, prior
@@ -128,7 +128,7 @@ class KroneckerGaussian(BlockGaussian):
         return logdet
 
     def _array(self, vectors: Tensor) -> Tensor:
-        return vectors.unflatten(-1, self.block.site.shape)
+        return vectors.reshape(*vectors.shape[:-1], *self.block.site.shape)
 
     def color(self, noise: Tensor) -> Tensor:
         draws = self.outputs @ (self._array(noise) * self.eigenvalues.rsqrt())
@@ -149,6 +149,19 @@ class KroneckerGaussian(BlockGaussian):
             array = array @ self.inputs.mT
         if self.root is not None:
             array = array * self.root
+        return array.flatten(1)
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        array = self._array(vectors)
+        if self.root is not None:
+            array = array / self.root
+        if self.inputs is not None:
+            array = array @ self.inputs
+        array = self.outputs @ (self.outputs.mT @ array / self.eigenvalues)
+        if self.inputs is not None:
+            array = array @ self.inputs.mT
+        if self.root is not None:
+            array = array / self.root
         return array.flatten(1)
 
     def variance(self) -> Tensor:

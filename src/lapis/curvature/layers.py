@@ -2,8 +2,8 @@
 
 The tape listens to torch functions, not to modules, so a rule holds however a weight is used: through its module,
 through `F.linear(x, layer.weight)`, tied, or packed in attention. A rule turns a recorded call into `Use`s; each use
-knows its slots and turns raw output-gradients into the arrays of `contributions`. A rule that does not understand a call
-returns nothing, and the weights concerned fall to the general per-example rule: slower, and exact.
+knows its slots and turns raw output-gradients into the arrays of `contributions`. A rule that does not understand a
+call returns nothing, and the weights concerned fall to the general per-example rule: slower, and exact.
 """
 
 from __future__ import annotations
@@ -16,29 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lapis.curvature.axes import BatchAxis
 from lapis.curvature.sites import Slot
-
-
-@dataclass(frozen=True)
-class BatchAxis:
-    """Examples lie along axis `dim`, folded there as (before, examples, after)."""
-
-    dim: int
-    before: int
-    after: int
-
-    @property
-    def trivial(self) -> bool:
-        return self.dim == 0 and self.before == 1 and self.after == 1
-
-    def unfold(self, tensor: Tensor, lead: int = 0) -> Tensor:
-        """Bring the examples to axis `lead`: (*lead, B, axes ahead of dim, before, after, axes behind dim)."""
-        dim = self.dim + lead
-        return tensor.unflatten(dim, (self.before, -1, self.after)).movedim(dim + 1, lead)
-
-    def front(self, tensor: Tensor, lead: int = 0) -> Tensor:
-        """The same, without the two extra axes where the examples are in front already."""
-        return tensor if self.trivial else self.unfold(tensor, lead)
 
 
 @dataclass(frozen=True)
@@ -100,7 +79,7 @@ def vector_slot(slot: Slot) -> Slot:
     return replace(slot, view=(slot.size,), axes=(0,), shape=(1, slot.size, 1))
 
 
-# linear maps -----------------------------------------------------------------------------------------------------------
+# linear maps ---------------------------------------------------------------------------------------
 
 
 def _positions(tensor: Tensor, axis: BatchAxis, lead: int) -> Tensor:
@@ -120,8 +99,9 @@ def _linear_map(x: Tensor, weight: Slot | None, bias: Slot | None, axis: BatchAx
     ]
 
 
-def _matrix(slot: Slot, rows: int, columns: int, transposed: bool) -> Slot:
+def _matrix(slot: Slot, shape: torch.Size, transposed: bool) -> Slot:
     """A two-dimensional weight as (1, outputs, inputs); `transposed` when it is stored (inputs, outputs)."""
+    rows, columns = shape
     if transposed:
         return replace(slot, view=(rows, columns), axes=(1, 0), shape=(1, columns, rows))
     return replace(slot, view=(rows, columns), axes=(0, 1), shape=(1, rows, columns))
@@ -130,7 +110,7 @@ def _matrix(slot: Slot, rows: int, columns: int, transposed: bool) -> Slot:
 def linear(call: Call, axis: BatchAxis) -> list[Use]:
     weight = call.slots.get("weight")
     if weight is not None:
-        weight = _matrix(weight, *call.arguments["weight"].shape, transposed=False)
+        weight = _matrix(weight, call.arguments["weight"].shape, transposed=False)
     return _linear_map(call.arguments["input"], weight, call.slots.get("bias"), axis)
 
 
@@ -144,11 +124,11 @@ def matmul(call: Call, axis: BatchAxis) -> list[Use]:
     if bias is not None and call.arguments["bias"].shape != (weight.shape[1],):
         return []
     if slot is not None:
-        slot = _matrix(slot, *weight.shape, transposed=True)
+        slot = _matrix(slot, weight.shape, transposed=True)
     return _linear_map(x, slot, bias, axis)
 
 
-# convolutions ------------------------------------------------------------------------------------------------------------
+# convolutions --------------------------------------------------------------------------------------
 
 
 def _tuple(value: Any, n: int) -> tuple[int, ...]:
@@ -174,7 +154,7 @@ def patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], group
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
         x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
     # (N, C, *positions, *kernel) -> (N, K, T, C/K * kernel); examples next to positions in memory, where sums run
-    x = x.unflatten(1, (groups, -1))
+    x = x.reshape(x.shape[0], groups, -1, *x.shape[2:])
     spatial, window = range(3, 3 + n), range(3 + n, 3 + 2 * n)
     laid = x.permute(1, 2, *window, 0, *spatial).reshape(groups, -1, x.shape[0], _count(x.shape[3 : 3 + n]))
     return laid.permute(2, 0, 3, 1)
@@ -236,7 +216,7 @@ def _convolution(call: Call, axis: BatchAxis, transposed: bool) -> list[Use]:
             slot,
             bias,
             lambda: merge(unfold(x, kernel, call.arguments, groups), 0, 2),
-            lambda raw: merge(raw.flatten(3).unflatten(2, (groups, outputs)), 1, 4),
+            lambda raw: merge(raw.reshape(*raw.shape[:2], groups, outputs, -1), 1, 4),
         )
     ]
 
@@ -249,17 +229,17 @@ def transposed_convolution(call: Call, axis: BatchAxis) -> list[Use]:
     return _convolution(call, axis, transposed=True)
 
 
-# look-ups, norms, broadcasts ---------------------------------------------------------------------------------------------
+# look-ups, norms, broadcasts -----------------------------------------------------------------------
 
 
 def embedding(call: Call, axis: BatchAxis) -> list[Use]:
     arguments = call.arguments
     if arguments["max_norm"] is not None or arguments["scale_grad_by_freq"] or "weight" not in call.slots:
         return []
-    entries, width = arguments["weight"].shape
+    entries = arguments["weight"].shape[0]
     padding = arguments["padding_idx"]
     index = axis.front(arguments["input"])
-    slot = _matrix(call.slots["weight"], entries, width, transposed=True)
+    slot = _matrix(call.slots["weight"], arguments["weight"].shape, transposed=True)
     index = index.flatten(1) if index.dim() > 1 else index[:, None]
     return [
         LookupUse(
@@ -278,7 +258,7 @@ def _broadcast_rows(slot: Slot, shape: torch.Size, axis: BatchAxis, factor: Tens
     def rows(raw: Tensor) -> Tensor:
         product = raw if factor is None else raw * factor
         aligned = (1,) * (product.dim() - 1 - len(shape)) + tuple(shape)
-        kept = aligned[: axis.dim] + (1, 1) + aligned[axis.dim + 1 :]
+        kept = (*aligned[: axis.dim], 1, 1, *aligned[axis.dim + 1 :])
         summed = [2 + place for place, length in enumerate(kept) if length == 1]
         return axis.unfold(product, 1).sum(summed).reshape(*product.shape[:1], -1, _count(shape))
 
@@ -327,7 +307,7 @@ def layer_norm(call: Call, axis: BatchAxis) -> list[Use]:
     return _norm(call, axis, 0)
 
 
-# the table -----------------------------------------------------------------------------------------------------------------
+# the table -----------------------------------------------------------------------------------------
 
 _CONV = (
     ("input", None),
@@ -347,7 +327,7 @@ _PRODUCTS = (torch.mul, torch.Tensor.mul)
 
 Signature = tuple[tuple[str, Any], ...]
 
-RULES: dict[Callable[..., Any], tuple[Signature, Rule]] = {
+RULES: dict[Any, tuple[Signature, Rule]] = {
     F.linear: ((("input", None), ("weight", None), ("bias", None)), linear),
     torch.matmul: (_PRODUCT, matmul),
     torch.Tensor.matmul: (_PRODUCT, matmul),
@@ -389,7 +369,7 @@ RULES: dict[Callable[..., Any], tuple[Signature, Rule]] = {
 
 def bind(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name, defaults filled in; torch also calls the right operand of + and @ by other names."""
-    bound = {name: default for name, default in signature}
+    bound: dict[str, Any] = dict(signature)
     for (name, _), value in zip(signature, args, strict=False):
         bound[name] = value
     renamed = {"other": "weight", "mat2": "weight", "mat1": "input"} if "other" not in bound else {}

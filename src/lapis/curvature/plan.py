@@ -15,8 +15,9 @@ from torch import Tensor
 from lapis.batches import Inputs
 from lapis.curvature.contributions import Lookup, Outer
 from lapis.curvature.layers import LookupUse, OuterUse, Use
+from lapis.curvature.record import Record
 from lapis.curvature.sites import Site, Slot, whole
-from lapis.curvature.tape import Record, Tape
+from lapis.curvature.tape import Tape
 from lapis.network import Network
 
 Key = tuple[tuple[str, int, int] | None, tuple[str, int, int] | None]
@@ -54,7 +55,7 @@ def _example_bytes(record: Record) -> tuple[int, int]:
 
 
 def _key(use: Use) -> Key:
-    return (use.weight and use.weight.rows, use.bias and use.bias.rows)
+    return (use.weight.rows if use.weight else None, use.bias.rows if use.bias else None)
 
 
 def _sites(network: Network, uses: list[Use], separate_bias: bool) -> tuple[list[Site], set[str]]:
@@ -112,9 +113,8 @@ def _unexplained(record: Record, sites: list[Site]) -> set[str]:
     """
     network = record.tape.network
     generator = torch.Generator(device=record.f.device).manual_seed(0)
-    draw = {"generator": generator, "dtype": record.f.dtype, "device": record.f.device}
-    seed = torch.randn(record.f.shape, **draw)
-    coefficients = torch.randn(len(record), **draw)
+    seed = torch.empty_like(record.f).normal_(generator=generator)
+    coefficients = record.f.new_empty(len(record)).normal_(generator=generator)
     parameters = list(network.parameters.values())
     exact = torch.autograd.grad(
         record.f, parameters, seed * coefficients[:, None, None], retain_graph=True, allow_unused=True

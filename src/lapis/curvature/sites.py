@@ -19,7 +19,7 @@ Kind = Literal["outer", "lookup", "rows"]
 
 @dataclass(frozen=True)
 class Slot:
-    """Rows start..stop of a parameter (its first axis), with the view that makes them a (groups, outputs, inputs) array.
+    """Rows start..stop of a parameter (its first axis), and the view that makes them a (groups, outputs, inputs) array.
 
     The rows, reshaped to `view` and permuted by `axes`, reshape to `shape`.
     """
@@ -114,10 +114,7 @@ class Site:
     def scatter(self, array: Tensor, vector: Tensor, network: Network) -> None:
         """Write (..., *shape) into its places in (..., P)."""
         spans = self.spans(network)
-        if len(spans) == 1:
-            parts = [array]
-        else:
-            parts = [array[..., :-1], array[..., -1:]]
+        parts = [array] if len(spans) == 1 else [array[..., :-1], array[..., -1:]]
         for slot, part, (start, stop) in zip(self.slots, parts, spans, strict=True):
             vector[..., start:stop] = slot.restore(part)
 
@@ -129,7 +126,7 @@ class Site:
         def slot(entry: dict[str, Any] | None) -> Slot | None:
             if entry is None:
                 return None
-            fields = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-            return Slot(**fields)
+            shapes = {key: tuple(entry[key]) for key in ("view", "axes", "shape")}
+            return Slot(entry["name"], entry["start"], entry["stop"], **shapes)
 
         return Site(config["kind"], slot(config["weight"]), slot(config["bias"]))

@@ -12,7 +12,7 @@ from lapis.batches import Inputs, as_inputs, batch_length, check_finite, describ
 from lapis.curvature.block import BlockGaussian
 from lapis.curvature.contributions import Contribution
 from lapis.curvature.fit import WORK_BYTES, Curvature, check_outputs, examples_at_once, position_seeds
-from lapis.curvature.tape import Record
+from lapis.curvature.record import Record
 from lapis.errors import DataError
 from lapis.network import Network
 from lapis.predictions import LatentGaussian

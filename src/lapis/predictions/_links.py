@@ -87,13 +87,13 @@ def dirichlet_entropy(log_alpha: Tensor) -> Tensor:
 
 
 def expected_binary_entropy(mean: Tensor, variance: Tensor) -> Tensor:
-    """E[H(sigmoid(z))], z ~ N(mean, variance), elementwise, to about 1e-8.
+    """E[H(sigmoid(z))], z ~ N(mean, variance), elementwise in float64, to about 1e-8.
 
     Up to variance 1, Gauss-Hermite. Beyond, the entropy is a bump that the nodes would miss: there the
     trapezoidal rule over the bump itself, |z| < 40, which converges exponentially for functions as smooth as
     this.
     """
-    mean, variance = mean.double(), variance.double().clamp_min(0)
+    variance = variance.clamp_min(0)
     z, log_weights = nodes_like(mean)
     narrow = (log_weights.exp() * entropy(pair(mean + variance.sqrt() * z).log_softmax(-1))).sum(0)
     step = 0.25

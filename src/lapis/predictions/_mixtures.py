@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from lapis.errors import NotPositiveDefiniteError
+from lapis.predictions._quadrature import grid_like
 
 LOG_TWO_PI = math.log(2 * math.pi)
 # Enough halvings to take any bracket in float64 to neighbouring numbers.
 HALVINGS = 80
+# exp() of a larger number overflows in float64.
+LARGEST_EXPONENT = 700.0
 
 
 def normal_log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
@@ -48,3 +51,20 @@ def mixture_quantile(level: float, means: Tensor, deviations: Tensor, log_weight
         below = (weights * torch.special.ndtr((middle - means) / deviations)).sum(0) < level
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return low + 0.5 * (high - low)
+
+
+def noisy_log_prob(y: Tensor, mean: Tensor, variance: Tensor, s: Tensor, s_variance: Tensor) -> Tensor:
+    """log E[N(y; mean, variance + e^t)], t ~ N(s, s_variance), elementwise."""
+    log_weights, variances = _noisy(variance, s, s_variance)
+    return (log_weights + normal_log_prob(y, mean, variances)).logsumexp(0)
+
+
+def noisy_quantile(level: float, mean: Tensor, variance: Tensor, s: Tensor, s_variance: Tensor) -> Tensor:
+    """Quantile of E[N(mean, variance + e^t)], t ~ N(s, s_variance), elementwise."""
+    log_weights, variances = _noisy(variance, s, s_variance)
+    return mixture_quantile(level, mean.expand_as(variances), variances.sqrt(), log_weights)
+
+
+def _noisy(variance: Tensor, s: Tensor, s_variance: Tensor) -> tuple[Tensor, Tensor]:
+    z, log_weights = grid_like(s)
+    return log_weights, variance + (s + s_variance.sqrt() * z).clamp_max(LARGEST_EXPONENT).exp()

@@ -1,13 +1,16 @@
-"""Gauss-Hermite quadrature: expectations under a normal distribution as short weighted sums."""
+"""Quadrature: expectations under a normal distribution as short weighted sums, for many elements at once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 NODES = 64
+# Elements that are worked on at once: with a few hundred nodes each, about 32 MB in float64.
+ELEMENTS = 2**14
 
 
 @lru_cache(maxsize=8)
@@ -31,7 +34,28 @@ def gauss_hermite(nodes: int = NODES) -> tuple[Tensor, Tensor]:
 
 
 def nodes_like(mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Nodes and log weights in float64 on mean's device, shaped to broadcast in front of it."""
-    z, log_weights = gauss_hermite()
+    """Gauss-Hermite nodes and log weights in float64 on mean's device, shaped to broadcast in front of it."""
+    return _in_front(*gauss_hermite(), mean)
+
+
+def grid_like(mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes from -14 to 14, 1/8 apart, with log weights, as `nodes_like`: the trapezoidal rule.
+
+    More nodes than Gauss-Hermite's for functions that change within less than a standard deviation. For smooth
+    ones it converges exponentially too.
+    """
+    step = 0.125
+    z = torch.arange(-14.0, 14.0 + step, step, dtype=torch.float64)
+    return _in_front(z, (-0.5 * z**2).log_softmax(0), mean)
+
+
+def _in_front(z: Tensor, log_weights: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     shape = (-1, *([1] * mean.dim()))
     return z.to(mean.device).reshape(shape), log_weights.to(mean.device).reshape(shape)
+
+
+def in_chunks(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    """An elementwise function of tensors of one shape, applied to some elements at a time to bound its memory."""
+    flat = [value.flatten() for value in values]
+    parts = [function(*part) for part in zip(*(torch.split(value, ELEMENTS) for value in flat), strict=True)]
+    return torch.cat(parts).reshape(values[0].shape)

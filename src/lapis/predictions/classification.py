@@ -20,6 +20,7 @@ from lapis.predictions._links import (
     probit,
     zero_sum,
 )
+from lapis.predictions._quadrature import in_chunks
 from lapis.predictions.base import Prediction
 
 Link = Literal["probit", "mc", "bridge"]
@@ -95,7 +96,8 @@ class ClassificationPrediction(Prediction):
         if self.link == "bridge":
             return dirichlet_entropy(self._log_alpha).to(dtype)
         if self.link == "probit" and self._binary:
-            return expected_binary_entropy(self.latent.mean, self.latent.variance).to(dtype)
+            mean, variance = self.latent.mean.double(), self.latent.variance.double()
+            return in_chunks(expected_binary_entropy, mean, variance).to(dtype)
         return self._monte_carlo[1]
 
     def _position_log_prob(self, target: Tensor) -> Tensor:

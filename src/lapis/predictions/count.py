@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lapis.predictions import _counts
+from lapis.predictions._quadrature import in_chunks
 from lapis.predictions.base import Prediction, tails
 from lapis.predictions.latent import LatentGaussian, LatentSamples
 
@@ -73,7 +74,7 @@ class CountPrediction(Prediction):
             mean, variance = self._gaussian
             z = float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))
             rate = (mean + z * variance.sqrt()).exp()
-            return _counts.quantile(level, lambda k: _counts.cumulative(k, mean, variance), rate)
+            return _counts.quantile(level, lambda k: in_chunks(_counts.cumulative, k, mean, variance), rate)
         rates = self.latent.values.double().exp()
         return _counts.quantile(
             level,
@@ -84,7 +85,8 @@ class CountPrediction(Prediction):
     def _position_log_prob(self, target: Tensor) -> Tensor:
         if isinstance(self.latent, LatentSamples):
             return self._monte_carlo_log_prob(target)
-        return _counts.log_prob(target.double(), *self._gaussian).sum(-1).to(target.dtype)
+        densities = in_chunks(_counts.log_prob, target.double(), *self._gaussian)
+        return densities.sum(-1).to(target.dtype)
 
     def _lay(self, canonical: Tensor) -> Tensor:
         return self.likelihood.layout(canonical.to(self.latent.mean.dtype), self.raw_shape)

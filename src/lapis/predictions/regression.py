@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -11,13 +11,17 @@ from torch import Tensor
 from lapis.errors import LikelihoodError
 from lapis.likelihoods import Gaussian, HeteroscedasticGaussian
 from lapis.likelihoods.heteroscedastic import split
-from lapis.predictions._mixtures import mixture_quantile, multivariate_log_prob, normal_log_prob
-from lapis.predictions._quadrature import nodes_like
+from lapis.predictions._mixtures import (
+    LARGEST_EXPONENT,
+    mixture_quantile,
+    multivariate_log_prob,
+    noisy_log_prob,
+    noisy_quantile,
+    normal_log_prob,
+)
+from lapis.predictions._quadrature import in_chunks
 from lapis.predictions.base import Prediction, tails
 from lapis.predictions.latent import LatentGaussian, LatentSamples
-
-# exp() of a larger number overflows in float64.
-LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,9 +59,23 @@ class RegressionPrediction(Prediction):
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Lower and upper end of the central interval that holds each target with probability `level`."""
-        means, variances, log_weights = self._components
-        lower, upper = (mixture_quantile(tail, means, variances.sqrt(), log_weights) for tail in tails(level))
-        return self._lay(lower), self._lay(upper)
+        lower, upper = (self._lay(self._quantile(tail)) for tail in tails(level))
+        return lower, upper
+
+    def _quantile(self, level: float) -> Tensor:
+        if isinstance(self.latent, LatentSamples):
+            values = self.latent.values.double()
+            if self._heteroscedastic:
+                values, log_variances = split(values)
+                deviations = (0.5 * log_variances.clamp_max(LARGEST_EXPONENT)).exp()
+            else:
+                deviations = self._noise_variance.sqrt().expand_as(values)
+            weights = values.new_full((len(values), 1, 1, 1), 1 / len(values)).log()
+            return mixture_quantile(level, values, deviations, weights)
+        if self._heteroscedastic:
+            return in_chunks(partial(noisy_quantile, level), *self._mean_and_noise)
+        z = float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))
+        return self.latent.mean.double() + z * self._total_variance.sqrt()
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,35 +88,30 @@ class RegressionPrediction(Prediction):
         aleatoric = (split(mean)[1] + 0.5 * split(variance)[1]).exp()  # mean of a log-normal variable
         return split(mean)[0], split(variance)[0], aleatoric
 
-    @cached_property
-    def _components(self) -> tuple[Tensor, Tensor, Tensor]:
-        """p(y | x) as a mixture of Gaussians: means, variances (K, B, T, D) and log weights, in float64."""
-        if isinstance(self.latent, LatentSamples):
-            values = self.latent.values.double()
-            weights = values.new_full((len(values), 1, 1, 1), 1 / len(values)).log()
-            if not self._heteroscedastic:
-                return values, self._noise_variance.expand_as(values), weights
-            means, log_variances = split(values)
-            return means, log_variances.clamp_max(LARGEST_EXPONENT).exp(), weights
-        mean, variance = self.latent.mean.double(), self.latent.variance.double().clamp_min(0)
-        if not self._heteroscedastic:
-            total = variance + self._noise_variance
-            return mean.unsqueeze(0), total.unsqueeze(0), mean.new_zeros(1, 1, 1, 1)
-        (m, s), (variance_m, variance_s) = split(mean), split(variance)
-        z, log_weights = nodes_like(m)
-        noise = (s + variance_s.sqrt() * z).clamp_max(LARGEST_EXPONENT).exp()
-        return m.expand_as(noise), variance_m + noise, log_weights
+    @property
+    def _total_variance(self) -> Tensor:
+        """V + sigma^2, (B, T, C), float64."""
+        return self.latent.variance.double().clamp_min(0) + self._noise_variance
+
+    @property
+    def _mean_and_noise(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Means and their variances, log noise variances and theirs: each (B, T, D), float64."""
+        mean, log_variance = split(self.latent.mean.double())
+        variance, uncertainty = split(self.latent.variance.double().clamp_min(0))
+        return mean, variance, log_variance, uncertainty
 
     def _position_log_prob(self, target: Tensor) -> Tensor:
         if isinstance(self.latent, LatentSamples):
             return self._monte_carlo_log_prob(target)
+        if self._heteroscedastic:
+            densities = in_chunks(noisy_log_prob, target.double(), *self._mean_and_noise)
+            return densities.sum(-1).to(target.dtype)
         blocks = self.latent.blocks
-        if blocks is not None and not self._heteroscedastic:
-            covariance = blocks.double() + torch.diag_embed(self._noise_variance.expand(self.latent.mean.shape))
-            return multivariate_log_prob(target - self.latent.mean, covariance).to(target.dtype)
-        means, variances, log_weights = self._components
-        densities = log_weights + normal_log_prob(target.double(), means, variances)
-        return densities.logsumexp(0).sum(-1).to(target.dtype)
+        if blocks is None:
+            densities = normal_log_prob(target.double(), self.latent.mean.double(), self._total_variance)
+            return densities.sum(-1).to(target.dtype)
+        covariance = blocks.double() + torch.diag_embed(self._noise_variance.expand(self.latent.mean.shape))
+        return multivariate_log_prob(target - self.latent.mean, covariance).to(target.dtype)
 
     def _joint_log_prob(self, target: Tensor) -> Tensor:
         if self._heteroscedastic or not isinstance(self.latent, LatentGaussian) or self.latent.joint is None:

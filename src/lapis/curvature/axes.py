@@ -1,0 +1,59 @@
+"""Where the examples lie among a tensor's axes: measured by comparing two batch sizes, never assumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """Examples lie along axis `dim`, folded there as (before, examples, after)."""
+
+    dim: int
+    before: int
+    after: int
+
+    @property
+    def trivial(self) -> bool:
+        return self.dim == 0 and self.before == 1 and self.after == 1
+
+    def unfold(self, tensor: Tensor, lead: int = 0) -> Tensor:
+        """Bring the examples to axis `lead`: (*lead, B, axes ahead of dim, before, after, axes behind dim)."""
+        dim = self.dim + lead
+        examples = tensor.shape[dim] // (self.before * self.after)
+        folded = tensor.reshape(*tensor.shape[:dim], self.before, examples, self.after, *tensor.shape[dim + 1 :])
+        return folded.movedim(dim + 1, lead)
+
+    def front(self, tensor: Tensor, lead: int = 0) -> Tensor:
+        """The same, without the two extra axes where the examples are in front already."""
+        return tensor if self.trivial else self.unfold(tensor, lead)
+
+
+def close(one: Tensor, two: Tensor) -> bool:
+    """Equal up to rounding, relative to the largest entry."""
+    if not one.is_floating_point():
+        return torch.equal(one, two)
+    tolerance = 1e-3 if one.dtype != torch.float64 else 1e-8
+    scale = torch.maximum(one.abs().max(), two.abs().max()) if one.numel() else one.new_zeros(())
+    return bool(((one - two).abs() <= tolerance * scale + torch.finfo(one.dtype).tiny).all())
+
+
+def locate(large: Tensor, small: Tensor, many: int, few: int) -> BatchAxis | None:
+    """Which axis holds `many` examples in `large` and the first `few` of them in `small`, and how it is folded."""
+    if large.dim() != small.dim():
+        return None
+    differing = [dim for dim in range(large.dim()) if large.shape[dim] != small.shape[dim]]
+    if len(differing) != 1:
+        return None
+    dim = differing[0]
+    if large.shape[dim] % many or large.shape[dim] * few != small.shape[dim] * many:
+        return None
+    fold = large.shape[dim] // many
+    for before in (n for n in range(1, fold + 1) if fold % n == 0):
+        axis = BatchAxis(dim, before, fold // before)
+        if close(axis.unfold(large)[:few], axis.unfold(small)):
+            return axis
+    return None

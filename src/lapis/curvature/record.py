@@ -1,0 +1,173 @@
+"""One batch on the tape: gradients at every use of the chosen weights, for any seeds, as contributions to sites."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lapis.batches import Inputs
+from lapis.curvature.axes import close
+from lapis.curvature.contributions import Contribution, Lookup, Outer, Rows
+from lapis.curvature.layers import Call, LookupUse, OuterUse, RowsUse, Use
+from lapis.curvature.sites import Site, Slot
+
+if TYPE_CHECKING:
+    from lapis.curvature.tape import Tape
+
+
+class Record:
+    """One batch on the tape: outputs `f` (B, T, C) and the uses of the chosen weights."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        inputs: Inputs,
+        raw_shape: torch.Size,
+        f: Tensor,
+        uses: list[tuple[Call, Use]],
+        lost: frozenset[str],
+    ) -> None:
+        self.tape, self.inputs, self.raw_shape, self.f, self.uses = tape, inputs, raw_shape, f, uses
+        self.lost = lost
+        """Parameters with a use in this batch that no rule could read."""
+        self.calls = list({id(call): call for call, _ in uses}.values())
+        self._inputs: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return self.f.shape[0]
+
+    def batched(self) -> bool:
+        """Whether to send all seeds back at once: it wins where layers are matrix products, loses on convolutions."""
+        return self.tape.batchable and not any("conv" in getattr(call.function, "__name__", "") for call in self.calls)
+
+    def gradients(self, seeds: Tensor) -> dict[int, Tensor]:
+        """Gradients of sum(seed * f) at each call's output, (M, *output), by id of the call. `seeds`: (M, B, T, C)."""
+        if not self.calls:
+            return {}
+        edges = [call.edge for call in self.calls]
+        found: Sequence[Tensor | None]
+        if len(seeds) > 1 and self.batched():
+            batched = self._batched_gradients(edges, seeds)
+            if batched is not None:
+                return self._by_call(batched, len(seeds))
+            self.tape.batchable = False
+        each = [torch.autograd.grad(self.f, edges, seed, retain_graph=True, allow_unused=True) for seed in seeds]
+        found = [
+            None if parts[0] is None else (parts[0][None] if len(parts) == 1 else torch.stack(parts))
+            for parts in zip(*each, strict=True)
+        ]
+        return self._by_call(found, len(seeds))
+
+    def _batched_gradients(self, edges: list[Any], seeds: Tensor) -> Sequence[Tensor | None] | None:
+        """All seeds at once; None if an operator cannot, or (as some do, silently) gives wrong results."""
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*batching rule.*")
+                found: Sequence[Tensor | None] = torch.autograd.grad(
+                    self.f, edges, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
+                )
+        except RuntimeError:
+            return None
+        if seeds.shape[:2] not in self.tape.proven:
+            mix = torch.linspace(-1, 1, len(seeds) + 1, dtype=seeds.dtype, device=seeds.device)[1:]
+            mixed = torch.einsum("m,mbtc->btc", mix, seeds)
+            truth = torch.autograd.grad(self.f, edges, mixed, retain_graph=True, allow_unused=True)
+            for one, many in zip(truth, found, strict=True):
+                if one is not None and many is not None and not close(one, torch.einsum("m,m...->...", mix, many)):
+                    return None
+            self.tape.proven.add(seeds.shape[:2])
+        return found
+
+    def _by_call(self, found: Sequence[Tensor | None], seeds: int) -> dict[int, Tensor]:
+        return {
+            id(call): self.f.new_zeros(seeds, *call.output_shape) if gradient is None else gradient
+            for call, gradient in zip(self.calls, found, strict=True)
+        }
+
+    def contributions(self, seeds: Tensor, sites: Sequence[Site] | None = None) -> list[Contribution]:
+        """What the batch says about each site's weights, for `seeds` (M, B, T, C)."""
+        sites = self.tape.sites if sites is None else sites
+        gradients = self.gradients(seeds)
+        uses = [self._uses(site) for site in sites]
+        # what only the general rule can do: always, or in this batch (a layer that sees some of the examples, or none)
+        loose = [not found or not self._clear(site) for site, found in zip(sites, uses, strict=True)]
+        names = {slot.name for site, is_loose in zip(sites, loose, strict=True) if is_loose for slot in site.slots}
+        rows = self.tape.per_example.rows(self.inputs, sorted(names), seeds) if names else {}
+        return [
+            self._general(site, rows) if is_loose else self._contribution(site, found, gradients)
+            for site, found, is_loose in zip(sites, uses, loose, strict=True)
+        ]
+
+    def _clear(self, site: Site) -> bool:
+        return not any(slot.name in self.lost or slot.name in self.tape.general for slot in site.slots)
+
+    def _uses(self, site: Site) -> list[tuple[Call, Use]]:
+        wanted = {slot.rows for slot in site.slots}
+        return [
+            (call, use) for call, use in self.uses if wanted & {s.rows for s in (use.weight, use.bias) if s is not None}
+        ]
+
+    def _general(self, site: Site, rows: dict[str, Tensor]) -> Rows:
+        """Rows of the general rule in the site's order."""
+        parts = []
+        for slot in site.slots:
+            shape = self.tape.network.shapes[slot.name]
+            row = int(torch.Size(shape[1:]).numel())
+            parts.append(slot.arrange(rows[slot.name][..., slot.start * row : slot.start * row + slot.size]))
+        return Rows((parts[0] if len(parts) == 1 else torch.cat(parts, -1)).flatten(2))
+
+    def _contribution(self, site: Site, chosen: list[tuple[Call, Use]], gradients: dict[int, Tensor]) -> Contribution:
+        wanted = {slot.rows for slot in site.slots}
+        if site.kind == "outer":
+            return self._outer(site, [(use, gradients[id(call)]) for call, use in chosen if isinstance(use, OuterUse)])
+        if site.kind == "lookup":
+            return self._lookup([(use, gradients[id(call)]) for call, use in chosen if isinstance(use, LookupUse)])
+        return Rows(torch.stack([self._rows(use, gradients[id(call)], wanted) for call, use in chosen]).sum(0))
+
+    def _outer(self, site: Site, uses: list[tuple[OuterUse, Tensor]]) -> Outer:
+        g = _joined([use.gradient(raw) for use, raw in uses], -1)
+        key = id(site)
+        if key not in self._inputs:
+            if site.weight is None:
+                a = g.new_ones(g.shape[1], g.shape[2], g.shape[4], 1)
+            else:
+                a = _joined([use.inputs() for use, _ in uses], 2)
+                if site.bias is not None:
+                    a = F.pad(a, (0, 1), value=1.0)
+            self._inputs[key] = a
+        return Outer(self._inputs[key], g)
+
+    @staticmethod
+    def _lookup(uses: list[tuple[LookupUse, Tensor]]) -> Lookup:
+        parts = []
+        for use, raw in uses:
+            g = use.gradient(raw)
+            parts.append(g if use.padding is None else g * (use.index != use.padding)[:, None].to(g.dtype))
+        first = uses[0][0]
+        index = _joined([use.index for use, _ in uses], 1)
+        return Lookup(index, _joined(parts, -1), first.entries, first.padding)
+
+    def _rows(self, use: Use, raw: Tensor, wanted: set[tuple[str, int, int]]) -> Tensor:
+        """Rows of one use in the parameter's own order."""
+        if isinstance(use, RowsUse):
+            return use.rows(raw)
+        if isinstance(use, LookupUse):
+            return use.weight.restore(_shaped(self._lookup([(use, raw)]).rows(), use.weight))
+        g = use.gradient(raw)
+        if use.weight is not None and use.weight.rows in wanted:
+            return use.weight.restore(_shaped(Outer(use.inputs(), g).rows(), use.weight))
+        assert use.bias is not None
+        return g.sum(-1).flatten(2)
+
+
+def _shaped(rows: Tensor, slot: Slot) -> Tensor:
+    return rows.reshape(*rows.shape[:-1], *slot.shape)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

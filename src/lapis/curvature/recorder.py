@@ -1,0 +1,190 @@
+"""Listening to a forward pass: every call of a function with a rule, and every module that has a rule of the user's.
+
+The recorder listens to torch functions rather than modules, so it sees weights however they are used: through their
+module, through functional calls, tied, or inside attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from lapis.batches import map_tensors
+from lapis.curvature.axes import BatchAxis
+from lapis.curvature.layers import RULES, Call, RowsUse, Use, bind
+from lapis.curvature.sites import Slot, whole
+from lapis.network import Network
+
+ModuleRule = Callable[[nn.Module, tuple[Any, ...], Tensor], dict[str, Tensor]]
+"""(module, inputs, gradients (M, B, *output)) -> per-example gradients (M, B, *parameter) by parameter name."""
+
+MODULE_RULES: dict[type[nn.Module], ModuleRule] = {}
+
+
+def register_rule(kind: type[nn.Module]) -> Callable[[ModuleRule], ModuleRule]:
+    """Teach Lapis a layer: a function from the layer's inputs and output-gradients to its weights' gradients.
+
+    The rule gets the module, its positional inputs, and gradients (M, B, *output shape) for M seeds and B examples; it
+    returns, for each of the module's own parameters, the gradient of each seed and example, (M, B, *parameter shape).
+    Every network is checked against autograd when it is first seen, so a wrong rule is noticed and not used.
+
+    >>> import lapis, torch
+    >>> class Scale(torch.nn.Module):
+    ...     def __init__(self, width):
+    ...         super().__init__()
+    ...         self.log_scale = torch.nn.Parameter(torch.zeros(width))
+    ...     def forward(self, x):
+    ...         return x * self.log_scale.exp()
+    >>> @lapis.register_rule(Scale)
+    ... def scale_rule(module, inputs, gradients):
+    ...     return {"log_scale": gradients * inputs[0] * module.log_scale.exp()}
+    """
+
+    def register(rule: ModuleRule) -> ModuleRule:
+        MODULE_RULES[kind] = rule
+        return rule
+
+    return register
+
+
+class Recorder(TorchFunctionMode):
+    """Notes every call of a function in RULES that has a chosen weight among its arguments."""
+
+    def __init__(self, network: Network, claimed: frozenset[str]) -> None:
+        super().__init__()
+        self.names = {id(p): name for name, p in network.parameters.items() if name not in claimed}
+        self.calls: list[Call] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self._listening_to_linear():
+                return func(*args, **kwargs)
+        return self._observe(func, args, kwargs) if func in RULES else func(*args, **kwargs)
+
+    @contextmanager
+    def _listening_to_linear(self) -> Iterator[None]:
+        """Attention projects with `linear` inside one opaque function; listen there too."""
+        original = F.linear
+
+        def linear(*args: Any, **kwargs: Any) -> Any:
+            return self._observe(original, args, kwargs)
+
+        F.linear = linear
+        try:
+            yield
+        finally:
+            F.linear = original
+
+    def _observe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        signature, rule = RULES[function]
+        arguments = bind(signature, args, kwargs)
+        slots = {
+            name: slot
+            for name in ("input", "weight", "bias", "other")
+            if (slot := self._resolve(arguments.get(name))) is not None
+        }
+        probe = arguments["input"] if "input" not in slots else arguments.get("other")
+        output = function(*args, **kwargs)
+        if slots and isinstance(output, Tensor) and output.requires_grad:
+            if probe is None and function is torch.Tensor.expand:
+                probe = output
+            if isinstance(probe, Tensor):
+                self.calls.append(
+                    Call(
+                        function,
+                        rule,
+                        _detached(arguments),
+                        slots,
+                        output.shape,
+                        get_gradient_edge(output),
+                        probe.detach(),
+                    )
+                )
+        return output
+
+    def _resolve(self, tensor: Any) -> Slot | None:
+        """The chosen weights that a tensor is: a whole parameter, or some of its rows (as attention cuts them)."""
+        if not isinstance(tensor, Tensor):
+            return None
+        base = tensor
+        if id(tensor) not in self.names:
+            if tensor._base is None or id(tensor._base) not in self.names:
+                return None
+            base = tensor._base
+            if base.dim() == 0 or tensor.shape[1:] != base.shape[1:] or tensor.stride() != base.stride():
+                return None
+        row = base.stride(0) if base.dim() else 1
+        start = (tensor.storage_offset() - base.storage_offset()) // max(row, 1)
+        stop = start + (tensor.shape[0] if tensor.dim() else 1)
+        return Slot(self.names[id(base)], start, stop, (tensor.numel(),), (0,), (tensor.numel(),))
+
+
+def _detached(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+@contextmanager
+def listening(network: Network, ignored: frozenset[str] = frozenset()) -> Iterator[list[Call]]:
+    """The calls that use chosen weights (but for `ignored` parameters) while the context lasts."""
+    modules = [
+        (f"{path}." if path else "", module)
+        for path, module in network.module.named_modules()
+        if type(module) in MODULE_RULES
+    ]
+    own = {
+        prefix: [
+            name
+            for name, _ in module.named_parameters(recurse=False)
+            if prefix + name in network.parameters and prefix + name not in ignored
+        ]
+        for prefix, module in modules
+    }
+    claimed = frozenset(prefix + name for prefix, names in own.items() for name in names)
+    recorder = Recorder(network, ignored | claimed)
+    with ExitStack() as stack:
+        for prefix, module in modules:
+            if own[prefix]:
+                slots = {name: whole(network, prefix + name) for name in own[prefix]}
+                handle = module.register_forward_hook(_hook(MODULE_RULES[type(module)], slots, recorder.calls))
+                stack.callback(handle.remove)
+        stack.enter_context(recorder)
+        yield recorder.calls
+
+
+def _hook(rule: ModuleRule, slots: dict[str, Slot], calls: list[Call]) -> Callable[..., None]:
+    """A forward hook that notes a module with a rule of the user's own."""
+
+    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if not (isinstance(output, Tensor) and output.requires_grad and inputs and isinstance(inputs[0], Tensor)):
+            return
+        arguments = {"module": module, "inputs": map_tensors(Tensor.detach, inputs)}
+        edge = get_gradient_edge(output)
+        calls.append(Call(rule, _module_uses, arguments, slots, output.shape, edge, inputs[0].detach()))
+
+    return hook
+
+
+def _module_uses(call: Call, axis: BatchAxis) -> list[Use]:
+    if not axis.trivial:
+        return []
+
+    def rows_of(name: str) -> Callable[[Tensor], Tensor]:
+        def rows(raw: Tensor) -> Tensor:
+            with torch.no_grad():
+                gradients = call.function(call.arguments["module"], call.arguments["inputs"], raw)
+            values: Tensor = gradients[name]
+            return values.flatten(2) if values.dim() > 2 else values[..., None]
+
+        return rows
+
+    return [RowsUse(slot, rows_of(name)) for name, slot in call.slots.items()]
