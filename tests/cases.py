@@ -818,6 +818,48 @@ class LowRankAdapter(nn.Module):
         return self.head(torch.tanh(self.base(x) + self.up(self.down(x))).mean(1))
 
 
+class MaskedTokens(nn.Module):
+    """A layer that sees only the tokens above zero: how many of them an example has depends on its values.
+
+    With `twice` the layer also sees all tokens.
+    """
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.twice, self.inner, self.head = twice, nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[..., 0] > 0
+        out = torch.tanh(self.inner(x)) if self.twice else torch.zeros_like(x)
+        out = out.masked_scatter(chosen[..., None], torch.tanh(self.inner(x[chosen].square())))
+        return self.head(out.cumsum(1).mean(1))
+
+
+class GatedTie(nn.Module):
+    """A weight with a second, functional use that only counts where the first input is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        second = torch.einsum("bi,oi->bo", x, self.inner.weight)
+        return self.head(torch.tanh(self.inner(x)) + second * (x[:, :1] > 0))
+
+
+class WeightedPositions(nn.Module):
+    """Position-major rows through a layer, then a sum in which positions differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(2, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        rows = torch.tanh(self.inner(x.transpose(0, 1).flatten(0, 1))).unflatten(0, (length, batch))
+        return self.head(torch.einsum("tbo,t->bo", rows, torch.arange(1.0, length + 1, dtype=x.dtype)))
+
+
 def frozen_middle() -> nn.Module:
     """The first weight and the whole second layer frozen: gradients must still flow through them."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))

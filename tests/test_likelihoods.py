@@ -212,7 +212,7 @@ def test_small_rates_and_variances_stay_finite_in_float32_and_overflow_is_an_err
 
 
 def test_confident_softmax_keeps_its_curvature_in_float32() -> None:
-    """1 - p as a difference would be zero here, and so would the curvature of the likely class."""
+    """1 - p is zero in float32 here; the curvature of the likely class, p (1 - p), must not be."""
     f = torch.tensor([[[20.0, 0.0, 1.0]]])
     s = Categorical().factor(f, torch.zeros(1, 1, dtype=torch.long))
     wide = Categorical().factor(f.double(), torch.zeros(1, 1, dtype=torch.long))

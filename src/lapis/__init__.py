@@ -30,9 +30,11 @@ from lapis.likelihoods import (
     Poisson,
 )
 from lapis.network import split_vector
+from lapis.normalised import normalised_groups
 from lapis.posteriors import LaplacePosterior, laplace, load
 from lapis.predictions import Prediction
 from lapis.priors import Prior
+from lapis.training import Comparison, compare, train
 
 try:
     __version__ = version("lapis")
@@ -58,6 +60,7 @@ def unflatten(vector: Tensor, like: LaplacePosterior | nn.Module) -> dict[str, T
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "Comparison",
     "Custom",
     "DataError",
     "FileError",
@@ -77,8 +80,11 @@ __all__ = [
     "Prior",
     "PriorError",
     "StructureError",
+    "compare",
     "laplace",
     "load",
+    "normalised_groups",
     "register_rule",
+    "train",
     "unflatten",
 ]

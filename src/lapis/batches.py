@@ -7,6 +7,7 @@ tensor counts examples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,13 +24,29 @@ Inputs: TypeAlias = Any
 DEFAULT_BATCH_SIZE = 256
 
 
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Adds to a `DataError` which batch it is about."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"In {where}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Batch:
-    """One batch: its inputs, its targets, and its place in the stream (for messages)."""
+    """One batch, or a part of one from example `start` on: inputs, targets, and its place in the stream."""
 
     inputs: Inputs
     targets: Tensor
     index: int
+    start: int = 0
+
+    @property
+    def where(self) -> str:
+        """Which batch, in words."""
+        part = f"examples {self.start} to {self.start + len(self) - 1} of " if self.start else ""
+        return f"{part}batch {self.index}"
 
     def __len__(self) -> int:
         return batch_length(self.inputs)
@@ -42,7 +59,7 @@ class Batch:
             return
         for start in range(0, length, size):
             stop = min(start + size, length)
-            yield Batch(take(self.inputs, start, stop), self.targets[start:stop], self.index)
+            yield Batch(take(self.inputs, start, stop), self.targets[start:stop], self.index, self.start + start)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
@@ -102,7 +119,7 @@ def as_inputs(inputs: Any, dtype: torch.dtype, device: torch.device) -> Inputs:
     if isinstance(inputs, Tensor):
         return inputs.to(device)
     if isinstance(inputs, np.ndarray):
-        tensor = torch.as_tensor(inputs)
+        tensor = _tensor(inputs, "inputs")
         return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
     if isinstance(inputs, Mapping):
         return {key: as_inputs(value, dtype, device) for key, value in inputs.items()}
@@ -111,11 +128,25 @@ def as_inputs(inputs: Any, dtype: torch.dtype, device: torch.device) -> Inputs:
     return inputs
 
 
+def _tensor(values: Any, what: str) -> Tensor:
+    """Numbers in any form as a tensor."""
+    try:
+        # lists through numpy: torch would take their numbers in single precision
+        return torch.as_tensor(np.asarray(values) if isinstance(values, (list, tuple)) else values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"The {what} are not numbers",
+            expected="a tensor, an array or a list of numbers",
+            got=f"{type(values).__name__} ({error})",
+            do=f"convert the {what} to a tensor",
+        ) from error
+
+
 def check_finite(inputs: Inputs, where: str) -> None:
     """Refuse NaN and infinity, naming the place."""
     for tensor in tensors_in(inputs):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            bad = int((~torch.isfinite(tensor)).flatten(1).any(1).nonzero()[0]) if tensor.dim() > 1 else 0
+            bad = int((~torch.isfinite(tensor)).reshape(tensor.shape[0], -1).any(1).nonzero()[0])
             raise DataError(
                 f"The inputs of {where} are not finite",
                 expected="finite numbers",
@@ -124,14 +155,14 @@ def check_finite(inputs: Inputs, where: str) -> None:
             )
 
 
-def _is_pair(data: Any) -> bool:
+def is_pair(data: Any) -> bool:
     """(inputs, targets) as against a sequence of batches: in a pair the second member is itself an array."""
     return isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], (Tensor, np.ndarray))
 
 
 def _stream(data: Any, batch_size: int, dtype: torch.dtype, device: torch.device) -> Iterable[Any]:
-    if _is_pair(data):
-        inputs, targets = as_inputs(data[0], dtype, device), torch.as_tensor(data[1])
+    if is_pair(data):
+        inputs, targets = as_inputs(data[0], dtype, device), _tensor(data[1], "targets")
         length = batch_length(inputs)
         if targets.dim() == 0 or targets.shape[0] != length:
             raise DataError(
@@ -145,7 +176,8 @@ def _stream(data: Any, batch_size: int, dtype: torch.dtype, device: torch.device
             for start in range(0, length, batch_size)
         ]
     if isinstance(data, Dataset):
-        return DataLoader(data, batch_size=batch_size)
+        # a loader draws a seed for its workers even without any: not from torch's global generator
+        return DataLoader(data, batch_size=batch_size, generator=torch.Generator())
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping, Tensor, np.ndarray)):
         return data
     raise DataError(
@@ -161,10 +193,9 @@ def batches(
 ) -> tuple[Iterator[Batch], int | None]:
     """The batches of `data` in order, and how many there are when that is known beforehand."""
     stream = _stream(data, batch_size or DEFAULT_BATCH_SIZE, dtype, device)
-    total = len(stream) if isinstance(stream, (Sequence, DataLoader)) and hasattr(stream, "__len__") else None
 
     def walk() -> Iterator[Batch]:
-        index = -1
+        index, examples = -1, 0
         for index, item in enumerate(stream):
             if not (isinstance(item, (tuple, list)) and len(item) == 2):
                 raise DataError(
@@ -173,11 +204,12 @@ def batches(
                     got=f"{type(item).__name__} of length {len(item)}"
                     if isinstance(item, (tuple, list))
                     else type(item).__name__,
-                    do="yield pairs",
+                    do="yield pairs, or pass one pair of tensors (or arrays)",
                 )
-            inputs = as_inputs(item[0], dtype, device)
-            targets = torch.as_tensor(item[1]).to(device)
-            length = batch_length(inputs)
+            with naming(f"batch {index}"):
+                inputs = as_inputs(item[0], dtype, device)
+                targets = _tensor(item[1], "targets").to(device)
+                length = batch_length(inputs)
             if targets.dim() == 0 or targets.shape[0] != length:
                 raise DataError(
                     f"Inputs and targets of batch {index} differ in length",
@@ -186,14 +218,47 @@ def batches(
                     do="pass one target for each example",
                 )
             check_finite(inputs, f"batch {index}")
+            examples += length
             if length:
                 yield Batch(inputs, targets, index)
-        if index < 0:
+        if not examples:
             raise DataError(
                 "There is no data",
                 expected="at least one example",
-                got="none",
+                got="no batches" if index < 0 else f"only empty batches ({index + 1})",
                 do="check the loader (a used-up iterator?)",
             )
 
-    return walk(), total
+    return walk(), _length(stream)
+
+
+def _length(stream: Iterable[Any]) -> int | None:
+    """How many batches there are, when that is known beforehand."""
+    if not isinstance(stream, (Sequence, DataLoader)):
+        return None
+    try:
+        return len(stream)
+    except TypeError:  # a loader over a data set without a length
+        return None
+
+
+def digest(inputs: Inputs, targets: Tensor) -> int:
+    """A 64-bit fingerprint of examples that adds up over them, so that neither order nor batching matters.
+
+    Each example's numbers, rounded to float32 and flattened, are hashed; the hashes are summed modulo 2^64. Data count
+    as the same when one network sees images and another the same pixels as a vector, in single or double precision.
+    """
+    length = targets.shape[0]
+    parts = [tensor.reshape(length, -1).float() + 0.0 for tensor in (*tensors_in(inputs), targets)]
+    bits = torch.cat(parts, 1).contiguous().view(torch.int32).long()
+    place = torch.arange(1, bits.shape[1] + 1, device=bits.device)
+    total = ((bits + 1) * _mixed(place)).sum(1)
+    return int(_mixed(total).sum()) % 2**64
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """A bijection of 64-bit integers that leaves no pattern (splitmix64 with arithmetic shifts)."""
+    mixed = numbers * -7046029254386353131
+    mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
+    mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685
+    return mixed ^ (mixed >> 31)

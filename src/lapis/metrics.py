@@ -81,7 +81,7 @@ def reliability(
 ) -> Reliability:
     """Bin the examples by top-label confidence: equal widths, or (adaptive) about as many examples in each bin.
 
-    Adaptive edges are order statistics, so equal confidences always share a bin and the order of examples is irrelevant.
+    Adaptive edges are order statistics, so equal confidences share a bin and the order of examples is irrelevant.
     """
     if bins < 1:
         raise OptionError("There must be bins", expected="bins >= 1", got=f"bins={bins}", do="use 15, say")

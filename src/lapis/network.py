@@ -20,6 +20,9 @@ from lapis.errors import DataError, ModelError, OptionError
 Weights: TypeAlias = "str | Sequence[str] | Callable[[str, Tensor], bool]"
 """Which weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter)."""
 
+CALL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+"""What modules raise when they are given inputs that they were not made for."""
+
 
 class Network:
     """A module and the parameters that are uncertain; all others are constants."""
@@ -33,9 +36,19 @@ class Network:
                 do="pass the module",
             )
         self.module = module
+        self.example = example
+        """A few inputs, for questions that only a forward pass answers."""
         self.signature: str | None = None
         """Shapes and dtypes of inputs that are known to work, for messages."""
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        lazy = [name for name, p in trainable.items() if torch.nn.parameter.is_lazy(p)]
+        if lazy:
+            raise ModelError(
+                f"The network's {lazy[0]!r} has no shape yet",
+                expected="weights that exist",
+                got="a lazy layer that has never run",
+                do="run the network once, and train it",
+            )
         if not trainable:
             raise ModelError(
                 "The network has no trainable weights",
@@ -66,15 +79,15 @@ class Network:
     # which weights ---------------------------------------------------------------------------------
 
     def _choose(self, weights: Weights, trainable: Mapping[str, Tensor], example: Inputs | None) -> list[str]:
-        if callable(weights):
+        if callable(weights) and not isinstance(weights, nn.Module):
             chosen = [name for name, parameter in trainable.items() if weights(name, parameter)]
-        elif weights == "all":
+        elif isinstance(weights, str) and weights == "all":
             return list(trainable)
-        elif weights == "last_layer":
+        elif isinstance(weights, str) and weights == "last_layer":
             layer = self._last_layer(example)
-            chosen = [name for name in trainable if _matches(name, layer)]
+            chosen = [name for name in trainable if (_matches(name, layer) if layer else "." not in name)]
         else:
-            patterns = [weights] if isinstance(weights, str) else list(weights)
+            patterns = _patterns(weights)
             for pattern in patterns:
                 if not any(_matches(name, pattern) for name, _ in self.module.named_parameters()):
                     raise OptionError(
@@ -88,7 +101,7 @@ class Network:
             raise ModelError(
                 "No weights were chosen",
                 expected="at least one trainable parameter",
-                got=f"weights={weights!r}, which selects none (frozen weights do not count)",
+                got=f"{'a function' if callable(weights) else repr(weights)} that selects none (frozen do not count)",
                 do="widen the selection, or unfreeze the weights",
             )
         return chosen
@@ -96,7 +109,12 @@ class Network:
     def _last_layer(self, example: Inputs | None) -> str:
         """Name of the last module entered that owns parameters."""
         if example is None:
-            raise OptionError("Finding the last layer needs an example", do="name the layer: weights='head'")
+            raise OptionError(
+                "Finding the last layer takes a forward pass",
+                expected="an example of the inputs",
+                got="none",
+                do='name the layer, as in weights="head"',
+            )
         called: list[str] = []
         handles = [
             module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
@@ -110,7 +128,12 @@ class Network:
             for handle in handles:
                 handle.remove()
         if not called:
-            raise ModelError("No layer with weights was called", do="name the layer: weights='head'")
+            raise ModelError(
+                "There is no last layer",
+                expected="a forward pass through modules that own weights",
+                got="one that calls none of them",
+                do='name the weights, as in weights=["head.weight", "head.bias"]',
+            )
         return called[-1]
 
     # flat vectors ----------------------------------------------------------------------------------
@@ -133,10 +156,11 @@ class Network:
                 output = self.module(*args, **kwargs)
             else:
                 output = torch.func.functional_call(self.module, dict(parameters), args, kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        except CALL_ERRORS as error:
+            dtype = next(self.module.parameters()).dtype
             raise DataError(
                 "The network could not run on this input",
-                expected=self.signature and f"inputs like {self.signature}",
+                expected="inputs " + (f"like {self.signature}" if self.signature else f"as in training ({dtype})"),
                 got=f"{describe(inputs)}, and the network said: {_first_line(error)}",
                 do="pass inputs of the shape and dtype that the network takes",
             ) from error
@@ -154,6 +178,13 @@ class Network:
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """Evaluation mode, gradients for the chosen weights only; everything is put back, whatever happens."""
+        if torch.is_inference_mode_enabled():
+            raise ModelError(
+                "There are no gradients in inference mode",
+                expected="a network that can be differentiated",
+                got="a call inside torch.inference_mode()",
+                do="use torch.no_grad(), which can be lifted where gradients are needed",
+            )
         flags = {name: p.requires_grad for name, p in self.module.named_parameters()}
         chosen = set(self.names)
         with evaluating(self.module):
@@ -191,9 +222,20 @@ class Network:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for all submodules; modes and buffers come back as they were."""
+    """Evaluation mode for all submodules; modes, buffers, and weights that layers rewrite come back as they were."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = [
+        (submodule, name, buffer, buffer.detach().clone())
+        for submodule in module.modules()
+        for name, buffer in submodule._buffers.items()
+        if buffer is not None
+    ]
+    rewritten = [  # embeddings with max_norm shorten their rows whenever these are looked up
+        (parameter, parameter.detach().clone())
+        for submodule in module.modules()
+        if getattr(submodule, "max_norm", None) is not None
+        for parameter in submodule.parameters(recurse=False)
+    ]
     try:
         module.eval()
         yield
@@ -201,9 +243,21 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         for submodule, training in modes:
             submodule.training = training
         with torch.no_grad():
-            for buffer, saved in buffers:
+            for submodule, name, buffer, saved in buffers:
+                submodule._buffers[name] = buffer  # a forward pass may also have put another in its place
                 if not torch.equal(buffer, saved):
                     buffer.copy_(saved)
+            for parameter, saved in rewritten:
+                parameter.copy_(saved)
+
+
+def flat_gradient(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+    """What autograd returns for parameters as one vector: unused ones are zero, sparse ones are filled."""
+    parts = [
+        torch.zeros_like(p) if g is None else g.to_dense() if g.layout == torch.sparse_coo else g
+        for g, p in zip(gradients, parameters, strict=True)
+    ]
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def split_vector(vector: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -230,6 +284,19 @@ def _first_line(error: Exception) -> str:
 def _matches(name: str, pattern: str) -> bool:
     """A glob pattern over the parameter's name, or the name of a module that contains it."""
     return fnmatchcase(name, pattern) or name.startswith(pattern + ".")
+
+
+def _patterns(weights: Any) -> list[str]:
+    """Name patterns in a list, or an error that says what else is possible."""
+    listed = [weights] if isinstance(weights, str) else weights
+    if not isinstance(listed, Sequence) or not all(isinstance(pattern, str) for pattern in listed):
+        raise OptionError(
+            "Which weights is not clear",
+            expected='"all", "last_layer", name patterns or module names, or a function of (name, parameter)',
+            got=f"a module ({type(weights).__name__})" if isinstance(weights, nn.Module) else repr(weights),
+            do='name them, as in weights="head" or weights=["head.*", "*.bias"]',
+        )
+    return list(listed)
 
 
 def _is_parametrised(module: nn.Module) -> bool:

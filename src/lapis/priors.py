@@ -12,9 +12,11 @@ from torch import Tensor
 
 from lapis.errors import PriorError
 from lapis.network import Network
+from lapis.normalised import find_normalised
 
 Groups: TypeAlias = "str | Mapping[str, str | Sequence[str]] | Callable[[str], str]"
-"""How weights share precisions: "one", "layer", "parameter", "weight"; name patterns by group; or name -> group."""
+"""How weights share precisions: "one", "layer", "parameter", "weight", "normalised" (weights that a normalisation layer
+makes scale-free have one each, all others share one); name patterns by group; or a function from name to group."""
 
 _ALIASES = {"tensor": "parameter", "single": "one", "per_layer": "layer", "per_parameter": "parameter"}
 
@@ -46,7 +48,7 @@ class Prior:
             raise PriorError(
                 "A prior precision is out of range",
                 expected="finite positive precisions",
-                got=f"values from {float(precision.min()):.3g} to {float(precision.max()):.3g}",
+                got=", ".join(f"{value:.3g}" for value in precision.detach().unique().tolist()[:5]),
                 do="use a small positive number for a wide prior",
             )
         return WeightPrior(network, labels, group_of, precision.to(network.device), _mean(self.mean, network))
@@ -115,6 +117,12 @@ class WeightPrior:
     def with_precision(self, precision: Tensor) -> WeightPrior:
         return replace(self, precision=precision)
 
+    def to_prior(self) -> Prior:
+        """A prior that resolves to this one again, its groups listed by name."""
+        if self.group_of is None:
+            return Prior(self.precision, "weight", self.mean)
+        return Prior(self.precision, {label: self._members(i) for i, label in enumerate(self.labels)}, self.mean)
+
     def _members(self, group: int) -> list[str]:
         assert self.group_of is not None
         return [name for name, index in self.group_of.items() if index == group]
@@ -133,8 +141,8 @@ def as_prior(prior: Any) -> Prior:
     raise PriorError(
         "This is no prior",
         expected="a lapis.Prior or a precision",
-        got=type(prior).__name__,
-        do="pass a number",
+        got=repr(prior),
+        do="pass a number, as in prior=1.0, or lapis.Prior(precision, groups=..., mean=...)",
     )
 
 
@@ -143,6 +151,8 @@ def _group(groups: Groups, network: Network) -> tuple[tuple[str, ...], dict[str,
         groups = _ALIASES.get(groups, groups)
         if groups == "weight":
             return ("weight",), None
+        if groups == "normalised":
+            return _group(find_normalised(network, network.example), network)
         names: dict[str, Callable[[str], str]] = {
             "one": lambda _: "all",
             "layer": layer_of,
@@ -151,15 +161,22 @@ def _group(groups: Groups, network: Network) -> tuple[tuple[str, ...], dict[str,
         if groups not in names:
             raise PriorError(
                 "Unknown grouping of the prior",
-                expected='"one", "layer", "parameter", "weight", a mapping of patterns, or a function',
+                expected='"one", "layer", "parameter", "weight", "normalised", a mapping of patterns, or a function',
                 got=repr(groups),
                 do="choose one of these",
             )
         label_of = names[groups]
     elif isinstance(groups, Mapping):
         label_of = _pattern_labels(groups, network)
-    else:
+    elif callable(groups):
         label_of = groups
+    else:
+        raise PriorError(
+            "This is no grouping of the prior",
+            expected="a name, a mapping from group names to patterns, or a function from a parameter's name to a group",
+            got=repr(groups),
+            do='pass groups="layer", or groups={"head": "head.*", "rest": ["0.*", "2.*"]}',
+        )
     assigned = {name: label_of(name) for name in network.names}
     labels = tuple(dict.fromkeys(groups)) if isinstance(groups, Mapping) else tuple(dict.fromkeys(assigned.values()))
     return labels, {name: labels.index(label) for name, label in assigned.items()}
@@ -189,23 +206,51 @@ def layer_of(name: str) -> str:
     return name.split(".parametrizations.")[0] if ".parametrizations." in name else name.rpartition(".")[0] or name
 
 
+def _numbers(value: Any, what: str) -> Tensor:
+    try:
+        return torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PriorError(
+            f"The {what} is no number",
+            expected="a number, or a tensor or list of numbers",
+            got=repr(value),
+            do="pass numbers",
+        ) from error
+
+
 def _precisions(value: Any, labels: tuple[str, ...], count: int) -> Tensor:
     if isinstance(value, Mapping):
+        if len(labels) != count:
+            raise PriorError(
+                "A prior precision for every weight has no group names",
+                expected=f"one number, or a flat vector of {count}",
+                got="a mapping with " + ", ".join(map(repr, value)),
+                do='order the precisions as the network\'s named_parameters(), or use groups="parameter"',
+            )
         if set(value) != set(labels):
             raise PriorError(
                 "The precisions do not name the groups",
-                expected=", ".join(labels),
+                expected=", ".join(map(str, labels)),
                 got=", ".join(map(str, value)),
                 do="give one precision for each group",
             )
-        return torch.stack([torch.as_tensor(value[label], dtype=torch.float64) for label in labels])
-    tensor = torch.as_tensor(value, dtype=torch.float64)
+        values = [_numbers(value[label], f"prior precision of {label!r}") for label in labels]
+        wrong = [label for label, precision in zip(labels, values, strict=True) if precision.numel() != 1]
+        if wrong:
+            raise PriorError(
+                f"The group {wrong[0]!r} has more than one prior precision",
+                expected="one number for each group",
+                got=f"shape {tuple(values[labels.index(wrong[0])].shape)}",
+                do='make smaller groups, or use groups="weight" with a flat vector',
+            )
+        return torch.stack([precision.reshape(()) for precision in values])
+    tensor = _numbers(value, "prior precision")
     if tensor.dim() == 0 or (tensor.dim() == 1 and tensor.numel() == 1):
         return tensor.reshape(1).expand(count)
     if tuple(tensor.shape) != (count,):
         raise PriorError(
             "The precisions do not fit the groups",
-            expected=f"one number, or {count} of them",
+            expected="one number" + (f", or {count} of them" if count > 1 else ""),
             got=f"shape {tuple(tensor.shape)}",
             do="give one precision for each group",
         )
@@ -214,23 +259,23 @@ def _precisions(value: Any, labels: tuple[str, ...], count: int) -> Tensor:
 
 def _mean(value: Any, network: Network) -> Tensor:
     if isinstance(value, Mapping):
-        missing = [
-            name for name in network.names if name not in value or tuple(value[name].shape) != network.shapes[name]
-        ]
-        if missing:
-            raise PriorError(
-                "The prior mean does not fit the weights",
-                expected=f"{missing[0]!r} of shape {network.shapes[missing[0]]}",
-                got="another shape, or none" if missing[0] in value else "no such entry",
-                do="pass a dictionary with every chosen parameter",
-            )
-        value = torch.cat([value[name].detach().reshape(-1) for name in network.names])
-    mean = torch.as_tensor(value, dtype=torch.float64, device=network.device)
-    if mean.dim() > 1 or (mean.dim() == 1 and mean.numel() != network.size) or not bool(torch.isfinite(mean).all()):
+        parts = {name: _numbers(part, f"prior mean of {name!r}") for name, part in value.items()}
+        for name, shape in network.shapes.items():
+            if name not in parts or tuple(parts[name].shape) != shape:
+                raise PriorError(
+                    "The prior mean does not fit the weights",
+                    expected=f"{name!r} of shape {shape}",
+                    got=f"shape {tuple(parts[name].shape)}" if name in parts else "no such entry",
+                    do="pass a dictionary with every chosen parameter",
+                )
+        value = torch.cat([parts[name].reshape(-1) for name in network.names])
+    mean = _numbers(value, "prior mean").to(network.device)
+    fits = mean.dim() == 0 or tuple(mean.shape) == (network.size,)
+    if not fits or not bool(torch.isfinite(mean).all()):
         raise PriorError(
             "The prior mean does not fit the weights",
-            expected=f"a finite number or a finite vector ({network.size},)",
-            got=f"shape {tuple(mean.shape)}",
+            expected=f"a finite number, or a finite vector ({network.size},)",
+            got="a value that is not finite" if fits else f"shape {tuple(mean.shape)}",
             do="order it as the network's named_parameters()",
         )
     return mean

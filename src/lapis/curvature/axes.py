@@ -20,6 +20,10 @@ class BatchAxis:
     def trivial(self) -> bool:
         return self.dim == 0 and self.before == 1 and self.after == 1
 
+    def alike(self, other: BatchAxis) -> bool:
+        """The same order: an example's positions side by side, or a position's examples."""
+        return self.dim == other.dim and (self.before == 1, self.after == 1) == (other.before == 1, other.after == 1)
+
     def unfold(self, tensor: Tensor, lead: int = 0) -> Tensor:
         """Bring the examples to axis `lead`: (*lead, B, axes ahead of dim, before, after, axes behind dim)."""
         dim = self.dim + lead
@@ -41,19 +45,16 @@ def close(one: Tensor, two: Tensor) -> bool:
     return bool(((one - two).abs() <= tolerance * scale + torch.finfo(one.dtype).tiny).all())
 
 
-def locate(large: Tensor, small: Tensor, many: int, few: int) -> BatchAxis | None:
-    """Which axis holds `many` examples in `large` and the first `few` of them in `small`, and how it is folded."""
+def locate(large: Tensor, small: Tensor, many: int, few: int) -> list[BatchAxis]:
+    """Where `many` examples can be in `large`, `small` holding the first `few`: one axis, each fold of it that fits."""
     if large.dim() != small.dim():
-        return None
+        return []
     differing = [dim for dim in range(large.dim()) if large.shape[dim] != small.shape[dim]]
     if len(differing) != 1:
-        return None
+        return []
     dim = differing[0]
     if large.shape[dim] % many or large.shape[dim] * few != small.shape[dim] * many:
-        return None
+        return []
     fold = large.shape[dim] // many
-    for before in (n for n in range(1, fold + 1) if fold % n == 0):
-        axis = BatchAxis(dim, before, fold // before)
-        if close(axis.unfold(large)[:few], axis.unfold(small)):
-            return axis
-    return None
+    folds = [BatchAxis(dim, before, fold // before) for before in range(1, fold + 1) if fold % before == 0]
+    return [axis for axis in folds if close(axis.unfold(large)[:few], axis.unfold(small))]

@@ -3,7 +3,7 @@
 With B examples and M seeds (scalar functions of the outputs) the Jacobian of a site is J[b, m, weight]. It is never
 stored whole unless a structure asks for its `rows`:
 
-* `Outer`: J[b, m, k, o, i] = sum_t g[m, b, k, o, t] a[b, k, t, i]: linear maps over T positions, in K groups.
+* `Outer`: J[b, m, k, o, i] = sum_t g[k, m, b, t, o] a[k, b, t, i]: linear maps over T positions, in K groups.
 * `Lookup`: J[b, m, o, v] = sum_t g[m, b, o, t] [index[b, t] = v]: embeddings.
 * `Rows`: J given as it is: norm layers, raw parameters, everything else.
 """
@@ -16,120 +16,170 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 32 * 2**20
+from lapis.curvature.products import gram
+
+CHUNK_BYTES = 16 * 2**20
 """Largest explicit piece of a Jacobian held while contracting it; about the size of a last-level cache."""
+
+NARROW = 64
+"""Up to this many channels, small products an image beat one product of a transposed copy."""
 
 
 @dataclass(frozen=True)
 class Outer:
-    """Inputs a (B, K, T, I) and gradients g (M, B, K, O, T)."""
+    """Inputs a (K, B, T, I) and gradients g (K, M, B, T, O), in any memory order.
+
+    With `bias`, the inputs have one more column of ones that is not written out.
+    """
 
     a: Tensor
     g: Tensor
+    bias: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
         return self.g.dtype
 
     @property
-    def dims(self) -> tuple[int, int, int, int, int, int]:
-        seeds, batch, groups, outputs, positions = self.g.shape
-        return seeds, batch, groups, outputs, positions, self.a.shape[-1]
+    def columns(self) -> int:
+        """Inputs, the bias included."""
+        return self.a.shape[-1] + int(self.bias)
 
     def rows(self) -> Tensor:
         """J as (M, B, K*O*I)."""
-        seeds, batch, groups, outputs, positions, inputs = self.dims
+        groups, seeds, batch, positions, outputs = self.g.shape
         if positions == 1:
-            return (self.g * self.a.squeeze(2)[:, :, None, :]).reshape(seeds, batch, -1)
-        g = self.g.permute(1, 2, 0, 3, 4).reshape(batch * groups, seeds * outputs, positions)
-        jacobian = torch.bmm(g, self.a.reshape(batch * groups, positions, inputs))
-        return jacobian.reshape(batch, groups, seeds, outputs, inputs).permute(2, 0, 1, 3, 4).reshape(seeds, batch, -1)
+            g = self.g.squeeze(3).permute(1, 2, 0, 3)
+            a = self.a.squeeze(2).transpose(0, 1)
+            jacobian = g.new_empty(seeds, batch, groups, outputs, self.columns)
+            torch.mul(g[..., None], a[:, :, None], out=jacobian[..., : a.shape[-1]])
+            if self.bias:
+                jacobian[..., -1] = g
+            return jacobian.flatten(2)
+        g = self.g.permute(2, 0, 1, 4, 3).reshape(batch * groups, seeds * outputs, positions)
+        jacobian = torch.bmm(g, self._inputs(slice(None)))
+        if self.bias:
+            jacobian = torch.cat([jacobian, g.sum(-1, keepdim=True)], -1)
+        return jacobian.reshape(batch, groups, seeds, outputs, -1).permute(2, 0, 1, 3, 4).reshape(seeds, batch, -1)
 
-    def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """J in pieces small enough for the cache: (examples, outputs, J as (b, K, M, o, I))."""
-        seeds, batch, groups, outputs, positions, inputs = self.dims
-        row = groups * seeds * inputs * self.g.element_size()
+    def _inputs(self, examples: slice) -> Tensor:
+        """a as (b * K, T, I)."""
+        return self.a[:, examples].transpose(0, 1).flatten(0, 1)
+
+    def pieces(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """J in pieces that fit the cache: (examples, outputs, J as (b, K, M, o, I), its bias column (b, K, M, o))."""
+        groups, seeds, batch, positions, outputs = self.g.shape
+        inputs = self.a.shape[-1]
+        row = groups * seeds * max(inputs, 1) * self.g.element_size()
         o_step = max(1, min(outputs, CHUNK_BYTES // row))
         b_step = max(1, min(batch, CHUNK_BYTES // (row * o_step)))
         for b in range(0, batch, b_step):
             examples = slice(b, min(b + b_step, batch))
-            a = self.a[examples]
-            n = a.shape[0]
-            a = a.reshape(n * groups, positions, inputs)
+            a = self._inputs(examples)
             for o in range(0, outputs, o_step):
                 chosen = slice(o, min(o + o_step, outputs))
-                g = self.g[:, examples, :, chosen].permute(1, 2, 0, 3, 4)
-                jacobian = torch.bmm(g.reshape(n * groups, -1, positions), a)
-                yield examples, chosen, jacobian.reshape(n, groups, seeds, -1, inputs)
+                g = self.g[:, :, examples, :, chosen].permute(2, 0, 1, 4, 3)
+                jacobian = torch.bmm(g.reshape(a.shape[0], -1, positions), a)
+                yield examples, chosen, jacobian.reshape(*g.shape[:-1], inputs), g.sum(-1)
 
     def square_sum(self) -> Tensor:
         """sum over examples and seeds of J^2, (K, O, I)."""
-        _, _, groups, outputs, positions, inputs = self.dims
+        groups, _, _, positions, outputs = self.g.shape
+        inputs = self.a.shape[-1]
+        total = self.g.new_zeros(groups, outputs, self.columns)
         if positions == 1:
-            g2 = self.g.square().sum(0).squeeze(-1)
-            return torch.einsum("bko,bki->koi", g2, self.a.squeeze(2).square())
-        total = self.a.new_zeros(groups, outputs, inputs)
-        for _, chosen, jacobian in self.pieces():
-            total[:, chosen] += jacobian.square_().sum((0, 2))
+            g2 = self.g.squeeze(3).square().sum(1)
+            total[..., :inputs] = torch.bmm(g2.mT, self.a.squeeze(2).square())
+            if self.bias:
+                total[..., -1] = g2.sum(1)
+            return total
+        for _, chosen, jacobian, column in self.pieces():
+            total[:, chosen, :inputs] += jacobian.square_().sum((0, 2))
+            if self.bias:
+                total[:, chosen, -1] += column.square().sum((0, 2))
         return total
 
     def covariance(self, variance: Tensor, diagonal: bool) -> Tensor:
         """J diag(variance) J^T for each example: (B, M, M), or its diagonal (B, M). `variance`: (K, O, I)."""
-        seeds, batch, _, _, positions, _ = self.dims
+        groups, seeds, batch, positions, outputs = self.g.shape
+        inputs = self.a.shape[-1]
         if positions == 1:
-            weight = torch.einsum("bki,koi->bko", self.a.squeeze(2).square(), variance).reshape(batch, -1)
-            g = self.g.reshape(seeds, batch, -1).transpose(0, 1)
+            weight = torch.bmm(self.a.squeeze(2).square(), variance[..., :inputs].mT)
+            if self.bias:
+                weight += variance[:, None, :, -1]
+            weight = weight.transpose(0, 1).reshape(batch, 1, groups * outputs)
+            g = self.g.squeeze(3).permute(2, 1, 0, 3).reshape(batch, seeds, groups * outputs)
             if diagonal:
-                return torch.einsum("bmo,bo->bm", g.square(), weight)
-            return torch.bmm(g * weight[:, None], g.transpose(1, 2))
+                return (g.square() * weight).sum(-1)
+            return torch.bmm(g * weight, g.mT)
         total = self.g.new_zeros((batch, seeds) if diagonal else (batch, seeds, seeds))
-        for examples, chosen, jacobian in self.pieces():
-            weighted = jacobian * variance[:, None, chosen]
-            if diagonal:
-                total[examples] += (weighted * jacobian).sum((1, 3, 4))
-            else:
-                left = weighted.transpose(1, 2).flatten(2)
-                total[examples] += torch.bmm(left, jacobian.transpose(1, 2).flatten(2).transpose(1, 2))
+        for examples, chosen, jacobian, column in self.pieces():
+            total[examples] += _weighted(jacobian, variance[:, None, chosen, :inputs], diagonal)
+            if self.bias:
+                total[examples] += _weighted(column[..., None], variance[:, None, chosen, -1:], diagonal)
         return total
 
     def joint(self, variance: Tensor) -> Tensor:
         """J diag(variance) J^T over all examples together: (B, M, B, M)."""
-        seeds, batch, _groups, outputs, _positions, _inputs = self.dims
+        groups, seeds, batch, _, outputs = self.g.shape
         total = self.g.new_zeros(batch * seeds, batch * seeds)
-        step = max(1, CHUNK_BYTES // (self.g.element_size() * batch * seeds * self.a.shape[1] * self.a.shape[-1]))
+        step = max(1, CHUNK_BYTES // (self.g.element_size() * batch * seeds * groups * self.columns))
         for o in range(0, outputs, step):
-            part = replace(self, g=self.g[:, :, :, o : o + step])
-            rows = part.rows().transpose(0, 1).reshape(batch * seeds, -1)
+            rows = replace(self, g=self.g[..., o : o + step]).rows().transpose(0, 1).reshape(batch * seeds, -1)
             total += (rows * variance[:, o : o + step].reshape(-1)) @ rows.T
         return total.reshape(batch, seeds, batch, seeds)
 
     def gradient(self, coefficients: Tensor) -> Tensor:
         """sum over examples of coefficient_b J[b, 0], (K, O, I)."""
-        a = (self.a * coefficients[:, None, None, None]).transpose(0, 1).flatten(1, 2)
-        return torch.bmm(self.g[0].permute(1, 2, 0, 3).flatten(2), a)
+        g = (self.g[:, 0] * coefficients[:, None, None]).flatten(1, 2).mT
+        total = torch.bmm(g, self.a.flatten(1, 2))
+        return torch.cat([total, g.sum(-1, keepdim=True)], -1) if self.bias else total
 
     def rotate(self, inputs: Tensor, outputs: Tensor) -> Outer:
-        """In the bases of `inputs` (K, I, I) and `outputs` (K, O, O): a Q_A and Q_G^T g."""
-        return Outer(self.a @ inputs, outputs.mT @ self.g)
+        """In the bases of `inputs` (K, I, I) and `outputs` (K, O, O): a Q_A and g Q_G."""
+        width = self.a.shape[-1]
+        a = torch.bmm(self.a.flatten(1, 2), inputs[:, :width])
+        if self.bias:
+            a += inputs[:, width:]
+        g = torch.bmm(self.g.flatten(1, 3), outputs)
+        return Outer(a.reshape(*self.a.shape[:3], -1), g.reshape(self.g.shape))
 
     def reduced(self) -> Outer:
         """Positions merged: the mean of a, the sum of g."""
-        return Outer(self.a.mean(2, keepdim=True), self.g.sum(-1, keepdim=True))
+        return replace(self, a=self.a.mean(2, keepdim=True), g=self.g.sum(3, keepdim=True))
 
     def input_moment(self) -> Tensor:
         """sum over examples and positions of a a^T, (K, I, I)."""
-        a = self.a.transpose(0, 1).flatten(1, 2)
-        return torch.bmm(a.mT, a)
+        a = self.a.flatten(1, 2)
+        moment = a.new_empty(a.shape[0], self.columns, self.columns)
+        for group, each in enumerate(a):
+            width = each.shape[1]
+            moment[group, :width, :width] = gram(each)
+            if self.bias:
+                moment[group, -1, :width] = moment[group, :width, -1] = each.sum(0)
+                moment[group, -1, -1] = each.shape[0]
+        return moment
 
     def gradient_moment(self) -> Tensor:
         """sum over seeds, examples and positions of g g^T, (K, O, O)."""
-        g = self.g.permute(2, 3, 0, 1, 4).flatten(2)
-        return torch.bmm(g, g.mT)
+        channels_first = self.g.stride(-2) == 1 and self.g.shape[-2] > 1
+        if channels_first and self.g.shape[-1] <= NARROW:
+            images = self.g.flatten(1, 2)
+            return torch.stack([torch.bmm(each.mT, each).sum(0) for each in images])
+        return torch.stack([gram(each) for each in self.g.flatten(1, 3)])
 
     @property
     def positions(self) -> int:
         """Examples times positions."""
-        return self.a.shape[0] * self.a.shape[2]
+        return self.a.shape[1] * self.a.shape[2]
+
+
+def _weighted(jacobian: Tensor, variance: Tensor, diagonal: bool) -> Tensor:
+    """J diag(variance) J^T for J (b, K, M, o, I): (b, M, M) or (b, M)."""
+    weighted = jacobian * variance
+    if diagonal:
+        return (weighted * jacobian).sum((1, 3, 4))
+    return torch.bmm(weighted.transpose(1, 2).flatten(2), jacobian.transpose(1, 2).flatten(2).mT)
 
 
 @dataclass(frozen=True)
@@ -158,7 +208,7 @@ class Lookup:
 
     def as_outer(self) -> Outer:
         """The same with one-hot inputs written out."""
-        return Outer(self._one_hot()[:, None], self.g[:, :, None])
+        return Outer(self._one_hot()[None], self.g.mT[None])
 
     def rows(self) -> Tensor:
         return self.as_outer().rows()
@@ -199,7 +249,8 @@ class Lookup:
 
     @property
     def positions(self) -> int:
-        return self.index.numel()
+        """Look-ups of rows that are learned."""
+        return int(self.counts().sum())
 
 
 @dataclass(frozen=True)

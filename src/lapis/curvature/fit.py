@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch
+from lapis.batches import Batch, digest, naming
 from lapis.curvature.block import Block
 from lapis.curvature.dense import DenseBlock
 from lapis.curvature.hessian import add_hessian
@@ -39,6 +39,8 @@ class Curvature:
     signature: str = ""
     """Shapes and dtypes of the inputs seen, for messages."""
     outputs: int = 0
+    digest: int = 0
+    """Fingerprint of the data, the same for any order and batching."""
     places: list[list[int]] = field(default_factory=list)
     """For each block, the indices of its sites on the tape."""
 
@@ -49,7 +51,7 @@ class Curvature:
     def clone(self) -> Curvature:
         return Curvature(
             self.kind, self.tape, [block.clone() for block in self.blocks], self.statistics.clone(), self.n_data,
-            self.fisher_samples, self.signature, self.outputs,
+            self.fisher_samples, self.signature, self.outputs, self.digest,
         )  # fmt: skip
 
 
@@ -80,12 +82,14 @@ def _add(
     generator: torch.Generator,
     work: int,
 ) -> None:
-    record = curvature.tape.record(batch.inputs)
-    f = record.f.detach()
-    check_outputs(f, curvature.outputs, f"batch {batch.index}")
-    targets = likelihood.targets(batch.targets, f, record.raw_shape)
+    with naming(batch.where):
+        record = curvature.tape.record(batch.inputs)
+        f = record.f.detach()
+        check_outputs(f, curvature.outputs, batch.where)
+        targets = likelihood.targets(batch.targets, f, record.raw_shape)
     curvature.statistics = curvature.statistics + likelihood.statistics(f, targets).to(curvature.statistics.device)
     curvature.n_data += len(batch)
+    curvature.digest = (curvature.digest + digest(batch.inputs, batch.targets)) % 2**64
     if curvature.kind == "hessian":
         (block,) = curvature.blocks
         assert isinstance(block, DenseBlock)

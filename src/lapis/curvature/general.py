@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapis.batches import Inputs, batch_length, map_tensors, take
 from lapis.errors import DataError
-from lapis.network import Network
+from lapis.network import Network, flat_gradient
 
 
 class PerExample:
@@ -41,10 +41,9 @@ class PerExample:
         f = self.outputs(self.network.call(inputs))
         mixed = torch.einsum("mb,mbtc->btc", mix, seeds)
         parameters = [self.network.parameters[name] for name in found]
-        truth = torch.autograd.grad(f, parameters, mixed, allow_unused=True)
-        for rows, gradient in zip(found.values(), truth, strict=True):
+        truth = flat_gradient(torch.autograd.grad(f, parameters, mixed, allow_unused=True), parameters)
+        for rows, exact in zip(found.values(), torch.split(truth, [p.numel() for p in parameters]), strict=True):
             mean = torch.einsum("mb,mbp->p", mix, rows)
-            exact = torch.zeros_like(mean) if gradient is None else gradient.reshape(-1)
             scale = (mix.abs()[..., None] * rows.abs()).sum((0, 1)).max() + torch.finfo(rows.dtype).tiny
             if not bool((mean - exact).abs().max() <= 1e3 * torch.finfo(rows.dtype).eps * scale):
                 return False
@@ -64,19 +63,18 @@ class PerExample:
 
         axes = map_tensors(lambda _: 0, inputs)  # type: ignore[arg-type, return-value]
         found = torch.func.vmap(one, in_dims=(axes, 1), out_dims=1)(inputs, seeds)
-        return {name: gradient.flatten(2) for name, gradient in found.items()}
+        return {name: gradient.reshape(*gradient.shape[:2], -1) for name, gradient in found.items()}
 
     def _looped(self, inputs: Inputs, names: Sequence[str], seeds: Tensor) -> dict[str, Tensor]:
         parameters = [self.network.parameters[name] for name in names]
         count, length = len(seeds), batch_length(inputs)
-        found = {name: seeds.new_zeros(count, length, p.numel()) for name, p in zip(names, parameters, strict=True)}
+        sizes = [parameter.numel() for parameter in parameters]
+        found = seeds.new_zeros(count, length, sum(sizes))
         for b in range(length):
             f = self.outputs(self.network.call(take(inputs, b, b + 1)))
             for m in range(count):
                 gradients = torch.autograd.grad(
                     f, parameters, seeds[m, b : b + 1], retain_graph=True, allow_unused=True
                 )
-                for name, gradient in zip(names, gradients, strict=True):
-                    if gradient is not None:
-                        found[name][m, b] = gradient.reshape(-1)
-        return found
+                found[m, b] = flat_gradient(gradients, parameters)
+        return dict(zip(names, torch.split(found, sizes, -1), strict=True))

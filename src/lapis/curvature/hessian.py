@@ -8,14 +8,14 @@ from torch import Tensor
 from lapis.curvature.dense import DenseBlock
 from lapis.curvature.record import Record
 from lapis.likelihoods import Likelihood
-from lapis.network import Network
+from lapis.network import Network, flat_gradient
 
 
 def add_hessian(block: DenseBlock, network: Network, likelihood: Likelihood, record: Record, targets: Tensor) -> None:
     """Add d^2 sum_n nll_n / d theta^2, one row at a time, to a block over all weights."""
     parameters = list(network.parameters.values())
     loss = likelihood.nll(record.f, targets).sum()
-    gradient = _flat(torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True), parameters)
+    gradient = flat_gradient(torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True), parameters)
     order = torch.cat(
         [site.gather(torch.arange(network.size, device=network.device), network).reshape(-1) for site in block.sites]
     )
@@ -23,10 +23,4 @@ def add_hessian(block: DenseBlock, network: Network, likelihood: Likelihood, rec
         return
     for row, index in enumerate(order.tolist()):
         second = torch.autograd.grad(gradient[index], parameters, retain_graph=True, allow_unused=True)
-        block.curvature[row] += _flat(second, parameters)[order]
-
-
-def _flat(gradients: tuple[Tensor | None, ...], parameters: list[Tensor]) -> Tensor:
-    return torch.cat(
-        [(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in zip(gradients, parameters, strict=True)]
-    )
+        block.curvature[row] += flat_gradient(second, parameters)[order]

@@ -8,7 +8,8 @@ call returns nothing, and the weights concerned fall to the general per-example 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class OuterUse:
-    """A linear map: `inputs()` gives (N, K, T, I), `gradient(raw)` gives (M, N, K, O, T), batch still folded in N."""
+    """A linear map: `inputs()` gives (K, B, T, I), `gradient(raw)` gives (K, M, B, T, O)."""
 
     weight: Slot | None
     bias: Slot | None
@@ -93,8 +94,8 @@ def _linear_map(x: Tensor, weight: Slot | None, bias: Slot | None, axis: BatchAx
         OuterUse(
             weight,
             None if bias is None else vector_slot(bias),
-            lambda: _positions(x, axis, 0)[:, None],
-            lambda raw: _positions(raw, axis, 1)[:, :, None].mT,
+            lambda: _positions(x, axis, 0)[None],
+            lambda raw: _positions(raw, axis, 1)[None],
         )
     ]
 
@@ -139,7 +140,10 @@ def _tuple(value: Any, n: int) -> tuple[int, ...]:
 
 
 def patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], groups: int) -> Tensor:
-    """The patch under each output position, (N, K, T, I) with I = (channels / K) * kernel."""
+    """The patch under each output position, (K, N, T, I) with I = (channels / K) * kernel.
+
+    In memory positions come last and inputs first: sums over examples and positions then run along memory.
+    """
     n = len(kernel)
     stride, dilation = _tuple(arguments["stride"], n), _tuple(arguments["dilation"], n)
     padding = arguments["padding"]
@@ -151,13 +155,24 @@ def patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], group
         pads = [(w, w) for w in widths]
     if any(pad != (0, 0) for pad in pads):
         x = F.pad(x, [width for pad in reversed(pads) for width in pad])
-    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True)):
-        x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
-    # (N, C, *positions, *kernel) -> (N, K, T, C/K * kernel); examples next to positions in memory, where sums run
-    x = x.reshape(x.shape[0], groups, -1, *x.shape[2:])
-    spatial, window = range(3, 3 + n), range(3 + n, 3 + 2 * n)
-    laid = x.permute(1, 2, *window, 0, *spatial).reshape(groups, -1, x.shape[0], _count(x.shape[3 : 3 + n]))
-    return laid.permute(2, 0, 3, 1)
+    sizes = [
+        (length - d * (k - 1) - 1) // s + 1
+        for length, k, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)
+    ]
+    laid = x.new_empty(x.shape[1], *kernel, x.shape[0], *sizes)
+    for tap in itertools.product(*map(range, kernel)):
+        window = tuple(
+            slice(t * d, t * d + (size - 1) * s + 1, s)
+            for t, d, s, size in zip(tap, dilation, stride, sizes, strict=True)
+        )
+        _at(laid, 1, tap).copy_(_at(x, 2, window).transpose(0, 1))
+    return laid.reshape(groups, -1, x.shape[0], _count(sizes)).permute(0, 2, 3, 1)
+
+
+def _at(tensor: Tensor, dim: int, places: Sequence[int | slice]) -> Tensor:
+    """tensor[..., *places] with the places starting at axis `dim`."""
+    index: tuple[Any, ...] = (slice(None),) * dim + tuple(places)
+    return tensor[index]
 
 
 def transposed_patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], groups: int) -> Tensor:
@@ -175,7 +190,7 @@ def transposed_patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, 
         channels,
         arguments["dilation"],
     )
-    return spread.reshape(x.shape[0], groups, -1, _count(spread.shape[2:])).mT
+    return spread.reshape(x.shape[0], groups, -1, _count(spread.shape[2:])).permute(1, 0, 3, 2)
 
 
 def _count(shape: Any) -> int:
@@ -203,22 +218,15 @@ def _convolution(call: Call, axis: BatchAxis, transposed: bool) -> list[Use]:
         bias = replace(bias, view=(groups, outputs, 1), axes=(0, 1, 2), shape=(groups, outputs, 1))
     unfold = transposed_patches if transposed else patches
 
-    def merge(tensor: Tensor, lead: int, position_axis: int) -> Tensor:
-        """Move frames that share an example into positions: (N, ...) -> (B, ...)."""
-        if axis.before == 1 and axis.after == 1:
-            return tensor
-        folded = axis.unfold(tensor, lead)  # (*lead, B, before, after, ...)
-        moved = folded.movedim((lead + 1, lead + 2), (position_axis, position_axis + 1))
-        return moved.flatten(position_axis, position_axis + 2)
+    def inputs() -> Tensor:
+        a = unfold(x, kernel, call.arguments, groups)
+        return a if axis.trivial else axis.unfold(a, 1).flatten(2, 4)  # frames of an example are positions too
 
-    return [
-        OuterUse(
-            slot,
-            bias,
-            lambda: merge(unfold(x, kernel, call.arguments, groups), 0, 2),
-            lambda raw: merge(raw.reshape(*raw.shape[:2], groups, outputs, -1), 1, 4),
-        )
-    ]
+    def gradient(raw: Tensor) -> Tensor:
+        g = raw.reshape(*raw.shape[:2], groups, outputs, -1).permute(2, 0, 1, 4, 3)
+        return g if axis.trivial else axis.unfold(g, 2).flatten(3, 5)
+
+    return [OuterUse(slot, bias, inputs, gradient)]
 
 
 def convolution(call: Call, axis: BatchAxis) -> list[Use]:
@@ -266,6 +274,9 @@ def _broadcast_rows(slot: Slot, shape: torch.Size, axis: BatchAxis, factor: Tens
     return RowsUse(replace(slot, view=(entries,), axes=(0,), shape=(entries,)), rows)
 
 
+_PRODUCTS = (torch.mul, torch.Tensor.mul)
+
+
 def broadcast(call: Call, axis: BatchAxis) -> list[Use]:
     """x + w, x * w and w.expand(...), w broadcast over the examples."""
     uses: list[Use] = []
@@ -284,7 +295,7 @@ def broadcast(call: Call, axis: BatchAxis) -> list[Use]:
 def _norm(call: Call, axis: BatchAxis, trailing: int) -> list[Use]:
     """Weights multiply the normalised input; `trailing` axes of length one follow them."""
     with torch.no_grad():
-        bare = {name: None for name in ("weight", "bias") if name in call.arguments}
+        bare: dict[str, Any] = {name: None for name in ("weight", "bias") if name in call.arguments}
         normalised = call.function(**{**call.arguments, **bare})
     return [
         _broadcast_rows(
@@ -305,74 +316,3 @@ def channel_norm(call: Call, axis: BatchAxis) -> list[Use]:
 def layer_norm(call: Call, axis: BatchAxis) -> list[Use]:
     """Layer and root-mean-square norm: weights over the last axes."""
     return _norm(call, axis, 0)
-
-
-# the table -----------------------------------------------------------------------------------------
-
-_CONV = (
-    ("input", None),
-    ("weight", None),
-    ("bias", None),
-    ("stride", 1),
-    ("padding", 0),
-    ("dilation", 1),
-    ("groups", 1),
-)
-_CONV_T = (*_CONV[:5], ("output_padding", 0), ("groups", 1), ("dilation", 1))
-_EMBED = (("input", None), ("weight", None), ("padding_idx", None), ("max_norm", None), ("norm_type", 2.0),
-          ("scale_grad_by_freq", False), ("sparse", False))  # fmt: skip
-_PAIR = (("input", None), ("other", None))
-_PRODUCT = (("input", None), ("weight", None))
-_PRODUCTS = (torch.mul, torch.Tensor.mul)
-
-Signature = tuple[tuple[str, Any], ...]
-
-RULES: dict[Any, tuple[Signature, Rule]] = {
-    F.linear: ((("input", None), ("weight", None), ("bias", None)), linear),
-    torch.matmul: (_PRODUCT, matmul),
-    torch.Tensor.matmul: (_PRODUCT, matmul),
-    torch.mm: (_PRODUCT, matmul),
-    torch.addmm: ((("bias", None), ("input", None), ("weight", None)), matmul),
-    F.conv1d: (_CONV, convolution),
-    F.conv2d: (_CONV, convolution),
-    F.conv3d: (_CONV, convolution),
-    F.conv_transpose1d: (_CONV_T, transposed_convolution),
-    F.conv_transpose2d: (_CONV_T, transposed_convolution),
-    F.conv_transpose3d: (_CONV_T, transposed_convolution),
-    F.embedding: (_EMBED, embedding),
-    F.batch_norm: (
-        (("input", None), ("running_mean", None), ("running_var", None), ("weight", None), ("bias", None),
-         ("training", False), ("momentum", 0.1), ("eps", 1e-5)),
-        channel_norm,
-    ),
-    F.group_norm: (
-        (("input", None), ("num_groups", 1), ("weight", None), ("bias", None), ("eps", 1e-5)), channel_norm
-    ),
-    F.instance_norm: (
-        (("input", None), ("running_mean", None), ("running_var", None), ("weight", None), ("bias", None),
-         ("use_input_stats", True), ("momentum", 0.1), ("eps", 1e-5)),
-        channel_norm,
-    ),
-    F.layer_norm: (
-        (("input", None), ("normalized_shape", None), ("weight", None), ("bias", None), ("eps", 1e-5)), layer_norm
-    ),
-    F.rms_norm: ((("input", None), ("normalized_shape", None), ("weight", None), ("eps", None)), layer_norm),
-    torch.add: (_PAIR, broadcast),
-    torch.Tensor.add: (_PAIR, broadcast),
-    torch.Tensor.add_: (_PAIR, broadcast),
-    torch.mul: (_PAIR, broadcast),
-    torch.Tensor.mul: (_PAIR, broadcast),
-    torch.Tensor.expand: ((("input", None),), broadcast),
-}  # fmt: skip
-"""Function -> (names and defaults of its arguments, the rule)."""
-
-
-def bind(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, defaults filled in; torch also calls the right operand of + and @ by other names."""
-    bound: dict[str, Any] = dict(signature)
-    for (name, _), value in zip(signature, args, strict=False):
-        bound[name] = value
-    renamed = {"other": "weight", "mat2": "weight", "mat1": "input"} if "other" not in bound else {}
-    for name, value in kwargs.items():
-        bound[renamed.get(name, name)] = value
-    return bound

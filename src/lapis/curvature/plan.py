@@ -28,7 +28,7 @@ def plan(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs, 
     tape = Tape(network, outputs)
     record = tape.record(inputs)
     sites, loose = _sites(network, [use for _, use in record.uses], separate_bias)
-    loose |= _unexplained(record, sites)
+    loose |= record.lost | record.unexplained(sites)
     tape.general = frozenset(loose)
     kept = [site for site in sites if not any(slot.name in loose for slot in site.slots)]
     # a bias whose weight is general, or the reverse, is general too: their sites were dropped together
@@ -103,33 +103,3 @@ def _tiles(parts: list[tuple[int, int]], shape: tuple[int, ...]) -> bool:
             return False
         end = stop
     return end == (shape[0] if shape else 1)
-
-
-def _unexplained(record: Record, sites: list[Site]) -> set[str]:
-    """Parameters whose uses do not reproduce autograd's gradient.
-
-    For a random seed v and random coefficients c, sum_b c_b J_b^T v_b from the recorded uses must equal the gradient
-    of sum_b c_b v_b . f_b: it does only if every use is known and credited to the right example.
-    """
-    network = record.tape.network
-    generator = torch.Generator(device=record.f.device).manual_seed(0)
-    seed = torch.empty_like(record.f).normal_(generator=generator)
-    coefficients = record.f.new_empty(len(record)).normal_(generator=generator)
-    parameters = list(network.parameters.values())
-    exact = torch.autograd.grad(
-        record.f, parameters, seed * coefficients[:, None, None], retain_graph=True, allow_unused=True
-    )
-    truth = torch.cat(
-        [(p.new_zeros(p.shape) if g is None else g).reshape(-1) for p, g in zip(parameters, exact, strict=True)]
-    )
-    claim = torch.full_like(truth, float("nan"))
-    for site, contribution in zip(sites, record.contributions(seed[None], sites), strict=True):
-        site.scatter(contribution.gradient(coefficients).reshape(site.shape), claim, network)
-    relative, floor = (1e-8, 1e-12) if truth.dtype == torch.float64 else (1e-3, 1e-6)
-    wrong = set()
-    for name, offset in network.offsets.items():
-        span = slice(offset, offset + network.parameters[name].numel())
-        error = (truth[span] - claim[span]).norm()
-        if not bool(error <= relative * truth[span].norm() + floor * truth.norm()):
-            wrong.add(name)
-    return wrong

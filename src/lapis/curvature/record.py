@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lapis.batches import Inputs
@@ -15,6 +14,7 @@ from lapis.curvature.axes import close
 from lapis.curvature.contributions import Contribution, Lookup, Outer, Rows
 from lapis.curvature.layers import Call, LookupUse, OuterUse, RowsUse, Use
 from lapis.curvature.sites import Site, Slot
+from lapis.network import flat_gradient
 
 if TYPE_CHECKING:
     from lapis.curvature.tape import Tape
@@ -30,7 +30,7 @@ class Record:
         raw_shape: torch.Size,
         f: Tensor,
         uses: list[tuple[Call, Use]],
-        lost: frozenset[str],
+        lost: set[str],
     ) -> None:
         self.tape, self.inputs, self.raw_shape, self.f, self.uses = tape, inputs, raw_shape, f, uses
         self.lost = lost
@@ -95,7 +95,7 @@ class Record:
         gradients = self.gradients(seeds)
         uses = [self._uses(site) for site in sites]
         # what only the general rule can do: always, or in this batch (a layer that sees some of the examples, or none)
-        loose = [not found or not self._clear(site) for site, found in zip(sites, uses, strict=True)]
+        loose = [not self._clear(site, found) for site, found in zip(sites, uses, strict=True)]
         names = {slot.name for site, is_loose in zip(sites, loose, strict=True) if is_loose for slot in site.slots}
         rows = self.tape.per_example.rows(self.inputs, sorted(names), seeds) if names else {}
         return [
@@ -103,8 +103,40 @@ class Record:
             for site, found, is_loose in zip(sites, uses, loose, strict=True)
         ]
 
-    def _clear(self, site: Site) -> bool:
-        return not any(slot.name in self.lost or slot.name in self.tape.general for slot in site.slots)
+    def unexplained(self, sites: Sequence[Site]) -> set[str]:
+        """Parameters whose uses do not reproduce autograd's gradient.
+
+        For a random seed v and random coefficients c, sum_b c_b J_b^T v_b from the recorded uses must be the gradient
+        of sum_b c_b v_b . f_b: it does only if every use is known and credited to the right example.
+        """
+        network = self.tape.network
+        known = [site for site in sites if self._clear(site, self._uses(site))]
+        names = {slot.name for site in known for slot in site.slots}
+        generator = torch.Generator(device=self.f.device).manual_seed(0)
+        seed = torch.empty_like(self.f).normal_(generator=generator)
+        coefficients = self.f.new_empty(len(self)).normal_(generator=generator)
+        parameters = list(network.parameters.values())
+        mixed = seed * coefficients[:, None, None]
+        exact = torch.autograd.grad(self.f, parameters, mixed, retain_graph=True, allow_unused=True)
+        truth = flat_gradient(exact, parameters)
+        claim = torch.full_like(truth, float("nan"))
+        for site, contribution in zip(known, self.contributions(seed[None], known), strict=True):
+            site.scatter(contribution.gradient(coefficients).reshape(site.shape), claim, network)
+        relative, floor = (1e-8, 1e-12) if truth.dtype == torch.float64 else (1e-3, 1e-6)
+        wrong = set()
+        for name in names:
+            offset = network.offsets[name]
+            span = slice(offset, offset + network.parameters[name].numel())
+            error = (truth[span] - claim[span]).norm()
+            if not bool(error <= relative * truth[span].norm() + floor * truth.norm()):
+                wrong.add(name)
+        return wrong
+
+    def _clear(self, site: Site, found: list[tuple[Call, Use]]) -> bool:
+        """Whether there are uses, all known, and of the site's kind."""
+        kind = {"outer": OuterUse, "lookup": LookupUse}.get(site.kind, object)
+        lost = any(slot.name in self.lost or slot.name in self.tape.general for slot in site.slots)
+        return bool(found) and not lost and all(isinstance(use, kind) for _, use in found)
 
     def _uses(self, site: Site) -> list[tuple[Call, Use]]:
         wanted = {slot.rows for slot in site.slots}
@@ -130,17 +162,14 @@ class Record:
         return Rows(torch.stack([self._rows(use, gradients[id(call)], wanted) for call, use in chosen]).sum(0))
 
     def _outer(self, site: Site, uses: list[tuple[OuterUse, Tensor]]) -> Outer:
-        g = _joined([use.gradient(raw) for use, raw in uses], -1)
+        g = _joined([use.gradient(raw) for use, raw in uses], 3)
         key = id(site)
         if key not in self._inputs:
             if site.weight is None:
-                a = g.new_ones(g.shape[1], g.shape[2], g.shape[4], 1)
+                self._inputs[key] = g.new_empty(g.shape[0], *g.shape[2:4], 0)
             else:
-                a = _joined([use.inputs() for use, _ in uses], 2)
-                if site.bias is not None:
-                    a = F.pad(a, (0, 1), value=1.0)
-            self._inputs[key] = a
-        return Outer(self._inputs[key], g)
+                self._inputs[key] = _joined([use.inputs() for use, _ in uses], 2)
+        return Outer(self._inputs[key], g, site.bias is not None)
 
     @staticmethod
     def _lookup(uses: list[tuple[LookupUse, Tensor]]) -> Lookup:
@@ -162,7 +191,7 @@ class Record:
         if use.weight is not None and use.weight.rows in wanted:
             return use.weight.restore(_shaped(Outer(use.inputs(), g).rows(), use.weight))
         assert use.bias is not None
-        return g.sum(-1).flatten(2)
+        return g.sum(3).permute(1, 2, 0, 3).flatten(2)
 
 
 def _shaped(rows: Tensor, slot: Slot) -> Tensor:

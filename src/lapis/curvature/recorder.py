@@ -6,7 +6,7 @@ module, through functional calls, tied, or inside attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,12 +18,16 @@ from torch.overrides import TorchFunctionMode
 
 from lapis.batches import map_tensors
 from lapis.curvature.axes import BatchAxis
-from lapis.curvature.layers import RULES, Call, RowsUse, Use, bind
+from lapis.curvature.layers import Call, RowsUse, Use
+from lapis.curvature.rules import RULES, bind
 from lapis.curvature.sites import Slot, whole
 from lapis.network import Network
 
 ModuleRule = Callable[[nn.Module, tuple[Any, ...], Tensor], dict[str, Tensor]]
 """(module, inputs, gradients (M, B, *output)) -> per-example gradients (M, B, *parameter) by parameter name."""
+
+PICKING = frozenset({"__getitem__", "index_select", "masked_select", "gather", "take", "take_along_dim", "index_put_"})
+"""Functions that can pick rows by an index that depends on the data."""
 
 MODULE_RULES: dict[type[nn.Module], ModuleRule] = {}
 
@@ -61,15 +65,38 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.names = {id(p): name for name, p in network.parameters.items() if name not in claimed}
         self.calls: list[Call] = []
+        self.unread: set[str] = set()
+        """Parameters that some function without a rule took."""
+        self.picks = False
+        """Whether rows were picked by an index: which example they belong to may then change from batch to batch."""
+        self._expanded: dict[int, Tensor] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in RULES:
+            return self._observe(func, args, kwargs)
         if func is F.multi_head_attention_forward:
             with self._listening_to_linear():
                 return func(*args, **kwargs)
-        return self._observe(func, args, kwargs) if func in RULES else func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        self._note_unread(args, kwargs, output)
+        if getattr(func, "__name__", "") in PICKING:
+            self.picks = True
+        return output
+
+    def _note_unread(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A function without a rule took a chosen weight, and did more than make a view of it."""
+        results = [out for out in _members((output,)) if out.requires_grad]
+        if not results:
+            return
+        for tensor in _members((*args, *kwargs.values())):
+            base = tensor if id(tensor) in self.names else tensor._base
+            if base is None or id(base) not in self.names or id(tensor) in self._expanded:
+                continue
+            if any(out._base is not base for out in results):
+                self.unread.add(self.names[id(base)])
 
     @contextmanager
     def _listening_to_linear(self) -> Iterator[None]:
@@ -97,7 +124,7 @@ class Recorder(TorchFunctionMode):
         output = function(*args, **kwargs)
         if slots and isinstance(output, Tensor) and output.requires_grad:
             if probe is None and function is torch.Tensor.expand:
-                probe = output
+                probe = self._expanded[id(output)] = output
             if isinstance(probe, Tensor):
                 self.calls.append(
                     Call(
@@ -114,7 +141,7 @@ class Recorder(TorchFunctionMode):
 
     def _resolve(self, tensor: Any) -> Slot | None:
         """The chosen weights that a tensor is: a whole parameter, or some of its rows (as attention cuts them)."""
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or id(tensor) in self._expanded:
             return None
         base = tensor
         if id(tensor) not in self.names:
@@ -129,17 +156,26 @@ class Recorder(TorchFunctionMode):
         return Slot(self.names[id(base)], start, stop, (tensor.numel(),), (0,), (tensor.numel(),))
 
 
+def _members(values: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Tensors among the values, and in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _members(tuple(value))
+
+
 def _detached(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
 @contextmanager
-def listening(network: Network, ignored: frozenset[str] = frozenset()) -> Iterator[list[Call]]:
-    """The calls that use chosen weights (but for `ignored` parameters) while the context lasts."""
+def listening(
+    network: Network, ignored: frozenset[str], rules: Mapping[type[nn.Module], ModuleRule]
+) -> Iterator[Recorder]:
+    """A recorder of the calls that use chosen weights, but for `ignored` parameters, while the context lasts."""
     modules = [
-        (f"{path}." if path else "", module)
-        for path, module in network.module.named_modules()
-        if type(module) in MODULE_RULES
+        (f"{path}." if path else "", module) for path, module in network.module.named_modules() if type(module) in rules
     ]
     own = {
         prefix: [
@@ -155,10 +191,10 @@ def listening(network: Network, ignored: frozenset[str] = frozenset()) -> Iterat
         for prefix, module in modules:
             if own[prefix]:
                 slots = {name: whole(network, prefix + name) for name in own[prefix]}
-                handle = module.register_forward_hook(_hook(MODULE_RULES[type(module)], slots, recorder.calls))
+                handle = module.register_forward_hook(_hook(rules[type(module)], slots, recorder.calls))
                 stack.callback(handle.remove)
         stack.enter_context(recorder)
-        yield recorder.calls
+        yield recorder
 
 
 def _hook(rule: ModuleRule, slots: dict[str, Slot], calls: list[Call]) -> Callable[..., None]:

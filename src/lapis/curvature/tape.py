@@ -13,7 +13,7 @@ from lapis.curvature.axes import BatchAxis, close, locate
 from lapis.curvature.general import PerExample
 from lapis.curvature.layers import Call, Use
 from lapis.curvature.record import Record
-from lapis.curvature.recorder import listening
+from lapis.curvature.recorder import MODULE_RULES, Recorder, listening
 from lapis.curvature.sites import Site
 from lapis.errors import DataError, ModelError
 from lapis.network import Network
@@ -30,26 +30,35 @@ class Tape:
         self.example_bytes = (0, 0)
         """Memory that one example's inputs take, and its gradients for each seed."""
         self._axes: dict[Any, list[BatchAxis | None]] = {}
+        self._folds: dict[Any, BatchAxis] = {}
         self.batchable = True
         self.proven: set[torch.Size] = set()
         """Numbers of seeds and examples for which sending all seeds back at once was checked."""
         self.per_example = PerExample(network, outputs)
+        self.rules = dict(MODULE_RULES)
+        """Rules of the user's own, as they are now: those registered later have no proof for this network."""
+        self.trusted = not self.rules
 
     def record(self, inputs: Inputs) -> Record:
         """Run the network forward; must be called, and the record used, inside `network.prepared()`."""
-        raw, f, calls = self._forward(inputs)
-        axes = self._find_axes(inputs, f, calls)
+        raw, f, recorder = self._forward(inputs)
+        axes = self._find_axes(inputs, f, recorder.calls)
         uses: list[tuple[Call, Use]] = []
-        lost: set[str] = set()
-        for call, axis in zip(calls, axes, strict=True):
+        lost = set(recorder.unread)
+        for call, axis in zip(recorder.calls, axes, strict=True):
             found = call.rule(call, axis) if axis is not None else []
             uses += [(call, use) for use in found]
-            if not found:
-                lost |= {slot.name for slot in call.slots.values()}
-        return Record(self, inputs, raw.shape, f, uses, frozenset(lost))
+            read = {slot.rows for use in found for slot in (use.weight, use.bias) if slot is not None}
+            lost |= {slot.name for slot in call.slots.values() if slot.rows not in read}
+        record = Record(self, inputs, raw.shape, f, uses, lost)
+        if self.sites and (recorder.picks or not self.trusted):  # rules are proven for sites read from a file, too
+            unexplained = record.unexplained(self.sites)
+            record.lost |= unexplained
+            self.trusted = self.trusted or not unexplained
+        return record
 
-    def _forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, list[Call]]:
-        with listening(self.network, self.general) as calls:
+    def _forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Recorder]:
+        with listening(self.network, self.general, self.rules) as recorder:
             raw = self.network.call(inputs)
         length = batch_length(inputs)
         if raw.dim() == 0 or raw.shape[0] != length:
@@ -67,7 +76,7 @@ class Tape:
                 got="an output without gradient",
                 do="choose other weights, or remove .detach() and no_grad from the forward pass",
             )
-        return raw, f, calls
+        return raw, f, recorder
 
     def _find_axes(self, inputs: Inputs, f: Tensor, calls: list[Call]) -> list[BatchAxis | None]:
         length = batch_length(inputs)
@@ -80,21 +89,24 @@ class Tape:
         """Compare with a batch of another size: the axis whose length changes holds the examples."""
         if length > 1:
             fewer = min(2, length - 1)
-            _, other, small = self._forward(take(inputs, 0, fewer))
-            large, sizes = calls, (length, fewer)
+            _, other, recorder = self._forward(take(inputs, 0, fewer))
+            large, small, sizes = calls, recorder.calls, (length, fewer)
             self._check_independence(f[:fewer], other)
         else:
-            _, other, large = self._forward(map_tensors(lambda x: torch.cat([x, x]), inputs))
-            small, sizes = calls, (2, 1)
+            _, other, recorder = self._forward(map_tensors(lambda x: torch.cat([x, x]), inputs))
+            large, small, sizes = recorder.calls, calls, (2, 1)
             self._check_independence(other[:1], f)
         if [call.key for call in large] != [call.key for call in small]:
-            raise ModelError(
-                "The network takes another path for another batch size",
-                expected="the same layers, whatever the number of examples",
-                got=f"{len(large)} uses of weights with {sizes[0]} examples, {len(small)} with {sizes[1]}",
-                do="make the forward pass independent of the batch size",
-            )
-        axes = [locate(one.probe, two.probe, *sizes) for one, two in zip(large, small, strict=True)]
+            return [None] * len(calls)  # which layers run depends on the examples: only the general rule can tell
+        axes: list[BatchAxis | None] = []
+        for number, (one, two) in enumerate(zip(large, small, strict=True)):
+            fits = locate(one.probe, two.probe, *sizes)
+            key = (number, one.key)
+            # inputs that are all alike fit several folds: then the one seen before counts
+            if len(fits) == 1:
+                self._folds[key] = fits[0]
+            same = [axis for axis in fits if key in self._folds and axis.alike(self._folds[key])]
+            axes.append(same[0] if same else fits[0] if fits else None)
         if length == 1:  # nothing to tell apart: all of the axis belongs to the one example
             return [
                 axis and BatchAxis(axis.dim, call.probe.shape[axis.dim], 1)

@@ -1,76 +1,60 @@
-"""Gradient ascent on the log evidence over the logarithms of positive hyperparameters."""
+"""Gradient ascent on the log evidence over the logarithms of the hyperparameters, by L-BFGS."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.optimize import minimize
-from torch import Tensor
 
-LARGEST_LOG = 30.0
-"""Hyperparameters stay within exp(-30) .. exp(30): beyond, the evidence is flat and the optimum at infinity."""
+from lapis.evidence.point import Candidate, Point, evaluate, limits
+from lapis.evidence.search import Search
 
-
-@dataclass(frozen=True)
-class Tuning:
-    """How a tuning run went."""
-
-    log_evidence: float
-    start: float
-    evaluations: int
-    converged: bool
-    message: str
-    at_bound: bool
-    """Some hyperparameter ran into its bound: the data leave it undetermined."""
+FLAT = 1000
+"""A search that can raise the evidence no more in rounding has converged when its slope is this near the tolerance."""
 
 
-def maximise(
-    objective: Callable[[Tensor], Tensor],
-    start: Tensor,
-    *,
-    max_evaluations: int = 200,
-    tolerance: float = 1e-9,
-) -> tuple[Tensor, Tuning]:
-    """Maximise objective(exp(u)) over u by L-BFGS from positive `start` (k,); the best value found is returned.
+def ascend(candidate: Candidate, start: Point, groups: int, *, max_iterations: int, tolerance: float) -> Search:
+    """From `start` until slope / max(1, gamma), the relative error of MacKay's equations, is at most `tolerance`.
 
-    >>> best, tuning = maximise(lambda x: -(x.log() - 1.0).square().sum(), torch.ones(1, dtype=torch.float64))
-    >>> bool(abs(best.log() - 1) < 1e-6), tuning.converged
-    (True, True)
+    Where the posterior does not exist in rounding (a precision of nothing on curvature without full rank) the evidence
+    counts as very low, so that the line search turns back.
     """
-    trace: list[tuple[float, np.ndarray]] = []
+    bounds = limits(len(start.logs), groups)
+    points = [start]
+    trace = [start.value]
 
     def negative(logs: np.ndarray) -> tuple[float, np.ndarray]:
-        values = torch.tensor(logs, dtype=torch.float64, requires_grad=True)
-        with torch.enable_grad():
-            value = objective(values.exp().to(start.device))
-            (slope,) = torch.autograd.grad(value, values)
-        trace.append((float(value.detach()), logs.copy()))
-        return -trace[-1][0], -slope.numpy()
+        values = torch.tensor(logs, dtype=torch.float64)
+        if torch.equal(values, start.logs):
+            return -start.value, -start.slope.numpy()
+        point = evaluate(candidate, values, groups)
+        if point is None:
+            return abs(start.value) * 10 + 1e10, np.zeros_like(logs)
+        points.append(point)
+        return -point.value, -point.slope.numpy()
 
-    first = start.detach().cpu().double().log().clamp(-LARGEST_LOG, LARGEST_LOG).numpy()
+    def note(intermediate_result: Any) -> None:
+        trace.append(max(-float(intermediate_result.fun), trace[-1]))
+
+    goal = 0.01 * tolerance * max(1.0, float(start.gamma.sum()))
     result = minimize(
         negative,
-        first,
+        start.logs.numpy(),
         jac=True,
         method="L-BFGS-B",
-        bounds=[(-LARGEST_LOG, LARGEST_LOG)] * len(first),
-        options={
-            "maxfun": max_evaluations,
-            "maxiter": max_evaluations,
-            "ftol": tolerance * 1e-3,
-            "gtol": tolerance,
-        },
+        bounds=[(-bound, bound) for bound in bounds.tolist()],
+        callback=note,
+        options={"maxiter": max_iterations, "maxfun": 20 * max_iterations, "ftol": 1e-16, "gtol": goal},
     )
-    best, logs = max(trace, key=lambda entry: entry[0])
-    tuning = Tuning(
-        log_evidence=best,
-        start=trace[0][0],
-        evaluations=len(trace),
-        converged=bool(result.success),
-        message=str(result.message),
-        at_bound=bool(np.any(np.abs(logs) >= LARGEST_LOG)),
-    )
-    return torch.tensor(logs, dtype=torch.float64, device=start.device).exp(), tuning
+    best = max(points, key=lambda point: point.value)
+    inside = ((best.logs + best.slope.sign()).clamp(-bounds, bounds) - best.logs).abs() > 0
+    error = float((best.slope.abs() * inside).max()) / max(1.0, float(best.gamma.sum()))
+    flat = bool(result.success) and error <= FLAT * tolerance
+    reason = str(result.message)
+    if error <= tolerance:
+        reason = f"relative slope {error:.1e}, at most {tolerance:.1g}"
+    elif flat:
+        reason = f"the evidence is flat to rounding, relative slope {error:.1e}"
+    return Search(best, tuple(trace), int(result.nit), len(points), error <= tolerance or flat, reason)

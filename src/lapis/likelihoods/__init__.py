@@ -74,10 +74,17 @@ def from_config(config: Mapping[str, Any]) -> Likelihood:
             do="pass it to lapis.load(path, model, likelihood=...)",
         )
     if name not in _BUILT_IN:
-        raise FileError("Unknown likelihood in a file", expected=", ".join(_BUILT_IN), got=repr(name))
+        raise FileError(
+            "Unknown likelihood in a file", expected=", ".join(_BUILT_IN), got=repr(name), do="use the original file"
+        )
     try:
         if "noise" in settings and isinstance(settings["noise"], list):
             return Gaussian(**{**settings, "noise": torch.tensor(settings["noise"], dtype=torch.float64)})
         return _BUILT_IN[name](**settings)
     except TypeError as error:
-        raise FileError(f"The settings of the {name} likelihood in a file do not fit", got=str(config)) from error
+        raise FileError(
+            f"The settings of the {name} likelihood in a file do not fit",
+            expected="the settings that its constructor takes",
+            got=str(config),
+            do="use the original file",
+        ) from error

@@ -48,8 +48,9 @@ def check_finite(y: Tensor) -> None:
 
 def raise_at(y: Tensor, bad: Tensor, what: str, *, expected: str, do: str) -> None:
     """Raise DataError for the targets marked `bad`, with their number and the first one's value and index."""
-    first = [int(i) for i in bad.nonzero()[0]]
-    value = y[tuple(first)]
+    where = [int(i) for i in bad.nonzero()[0]]
+    value = y[tuple(where)]
+    first = where[:1] + (where[1:] if bad.dim() > 1 and bad.shape[1] > 1 else where[2:])  # a lone position goes unsaid
     shown = str(value.item()) if value.dim() == 0 else str(value.tolist())
     count = int(bad.sum())
     raise DataError(

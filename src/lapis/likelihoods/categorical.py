@@ -41,7 +41,12 @@ class Categorical(Likelihood):
     def __init__(self, ignore_index: int | None = -100, *, channels: Literal["last", "first"] = "last") -> None:
         super().__init__(channels=channels)
         if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, int)):
-            raise OptionError("ignore_index is no class index", expected="an integer or None", got=repr(ignore_index))
+            raise OptionError(
+                "The ignore_index is no class index",
+                expected="an integer or None",
+                got=repr(ignore_index),
+                do="pass the class index that marks positions to ignore",
+            )
         self.ignore_index = ignore_index
 
     def check_outputs(self, f: Tensor) -> None:
@@ -141,14 +146,11 @@ class Categorical(Likelihood):
     def factor(self, f: Tensor, y: Tensor) -> Tensor:
         """S = diag(sqrt p) - p sqrt(p)^T, so that S S^T = diag(p) - p p^T.
 
-        The diagonal, sqrt(p_c) (1 - p_c), takes 1 - p_c as the sum of the other probabilities: a difference
-        would lose all digits for confident networks.
+        Rounding of 1 - p on the diagonal does not matter: there S S^T lives on the off-diagonal entries of S.
         """
         log_p = f.log_softmax(-1)
         p, root = log_p.exp(), (0.5 * log_p).exp()
-        others = p @ (1 - torch.eye(f.shape[-1], dtype=f.dtype, device=f.device))
-        off_diagonal = p.unsqueeze(-1) * root.unsqueeze(-2)
-        s = torch.diag_embed(root * others) - (off_diagonal - torch.diag_embed(p * root))
+        s = torch.diag_embed(root) - p.unsqueeze(-1) * root.unsqueeze(-2)
         return s if y.is_floating_point() else torch.where(self._counts(y)[..., None, None], s, 0.0)
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:

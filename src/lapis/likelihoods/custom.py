@@ -42,7 +42,10 @@ class Custom(Likelihood):
         super().__init__(channels=channels)
         if not callable(nll):
             raise OptionError(
-                "The negative log-likelihood cannot be called", expected="a function nll(f, y)", got=repr(nll)
+                "The negative log-likelihood cannot be called",
+                expected="a function nll(f, y)",
+                got=repr(nll),
+                do="pass a function of the outputs and targets of one example",
             )
         self.function = nll
         self.label = name

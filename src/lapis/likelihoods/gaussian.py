@@ -82,7 +82,12 @@ class Gaussian(Likelihood):
         """
         self._same_family(fitted)
         if fitted.noise is None:
-            raise LikelihoodError("The fitted likelihood has no noise", expected="gaussian", got=repr(fitted))
+            raise LikelihoodError(
+                "The fitted likelihood has no noise",
+                expected="gaussian",
+                got=repr(fitted),
+                do="refit with the gaussian likelihood",
+            )
         before, now = fitted.noise.detach().double(), self.noise.double()
         if before.dim() and now.dim() and before.shape != now.shape:
             raise LikelihoodError(

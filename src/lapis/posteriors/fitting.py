@@ -96,7 +96,6 @@ def laplace(
         raise DataError("There is no data", expected="at least one example", got="empty batches", do="check the loader")
     few = take(first.inputs, 0, min(len(first), PLANNING_EXAMPLES))
     network = Network(model, weights, example=few)
-    network.signature = describe(first.inputs)
     chosen, note = resolve_structure(structure, network.size, memory_budget)
     if CURVATURES[curvature] == "hessian" and chosen != "dense":
         raise OptionError(
@@ -112,6 +111,7 @@ def laplace(
         check_outputs(outputs, 0, f"batch {first.index}")
         likelihood.check_outputs(outputs)
         tape = plan(network, likelihood.canonical, few, separate_bias=bias == "separate")
+    network.signature = describe(first.inputs)
     kind, choices = CURVATURES[curvature], [note]
     if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS:
         kind = "sampled"
@@ -194,5 +194,7 @@ def _check_options(
         ("batch_size", 1 if batch_size is None else batch_size),
         ("memory_budget", budget),
     ):
-        if number < 1:
-            raise OptionError(f"Bad {name}", expected="at least 1", got=str(number), do="pass a positive number")
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise OptionError(
+                f"Bad {name}", expected="a whole number, at least 1", got=repr(number), do="pass a positive number"
+            )

@@ -13,7 +13,7 @@ from lapis.curvature.block import BlockGaussian
 from lapis.curvature.contributions import Contribution
 from lapis.curvature.fit import WORK_BYTES, Curvature, check_outputs, examples_at_once, position_seeds
 from lapis.curvature.record import Record
-from lapis.errors import DataError
+from lapis.errors import DataError, MemoryBudgetError
 from lapis.network import Network
 from lapis.predictions import LatentGaussian
 
@@ -24,7 +24,12 @@ def check_inputs(inputs: Inputs, network: Network, signature: str) -> Inputs:
     """Inputs on the network's device, refused when empty, not finite, or of another floating dtype."""
     ready = as_inputs(inputs, network.dtype, network.device)
     if not tensors_in(ready) or batch_length(ready) == 0:
-        raise DataError("There is nothing to predict", expected=signature, got=describe(ready), do="pass some examples")
+        raise DataError(
+            "There is nothing to predict",
+            expected=f"inputs like {signature}",
+            got=describe(ready),
+            do="pass some examples",
+        )
     for tensor in tensors_in(ready):
         if tensor.is_floating_point() and tensor.dtype != network.dtype:
             raise DataError(
@@ -55,7 +60,9 @@ def linearised(
             check_outputs(record.f.detach(), curvature.outputs, "this batch")
             means.append(record.f.detach())
             covariances.append(
-                _joint(record, curvature, gaussians) if kind == "joint" else _each(record, curvature, gaussians, kind)
+                _joint(record, curvature, gaussians, memory_budget)
+                if kind == "joint"
+                else _each(record, curvature, gaussians, kind)
             )
             shape = record.raw_shape
     assert shape is not None
@@ -97,10 +104,17 @@ def _each(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussia
     return torch.stack(found, dim=1)
 
 
-def _joint(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussian]) -> Tensor:
+def _joint(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussian], memory_budget: int) -> Tensor:
     """(B T C, B T C)."""
     batch, positions, outputs = record.f.shape
     total = batch * positions * outputs
+    if 8 * total**2 > memory_budget:
+        raise MemoryBudgetError(
+            f"The covariance between all outputs of {batch:,} examples does not fit",
+            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            got=f"{8 * total**2:,} bytes for {total:,} outputs",
+            do="predict fewer examples at once, or without joint=True",
+        )
     seeds = torch.cat(list(position_seeds(_unit_factor(record.f.detach()), outputs)))
     contributions = record.contributions(seeds)
     parts = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -14,17 +13,16 @@ from torch import Tensor
 
 from lapis.batches import Inputs, batches
 from lapis.curvature.block import BlockGaussian
-from lapis.curvature.dense import DenseBlock
 from lapis.curvature.fit import Curvature, accumulate, check_outputs
 from lapis.curvature.structure import Structure
-from lapis.errors import DataError, LapisWarning, MemoryBudgetError, ModelError, OptionError
-from lapis.evidence import Tuning, maximise
+from lapis.errors import DataError, MemoryBudgetError, ModelError, OptionError
+from lapis.evidence import TangentMode, Training, Tuning
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.posteriors import functional
+from lapis.posteriors import functional, tuning
 from lapis.predictions import LatentGaussian, LatentSamples, Prediction
 from lapis.predictions import predict as predict_outputs
-from lapis.priors import Prior, WeightPrior, as_prior
+from lapis.priors import Groups, Prior, WeightPrior, as_prior
 
 FULL_COVARIANCE = 32
 """Up to this many outputs, predictions hold the full covariance between outputs unless told otherwise."""
@@ -34,7 +32,9 @@ FULL_COVARIANCE = 32
 class LaplacePosterior:
     """N(mean, (scale * curvature + prior)^-1) over the chosen weights; a value: methods return new posteriors.
 
-    Made by `lapis.laplace`. `choices` says what was decided on the user's behalf, `tuning` how the last `tune` went.
+    Made by `lapis.laplace`. `choices` says what was decided on the user's behalf, `tuning` how the last `tune` went,
+    `tangent` the mode of the tangent model when the evidence is taken there (`at_tangent_mode`),
+    `training` how `lapis.train` went.
     """
 
     network: Network
@@ -50,6 +50,8 @@ class LaplacePosterior:
     memory_budget: int
     choices: tuple[str, ...] = ()
     tuning: Tuning | None = None
+    tangent: TangentMode | None = None
+    training: Training | None = None
 
     # what it is ------------------------------------------------------------------------------------
 
@@ -80,8 +82,8 @@ class LaplacePosterior:
             f"{self.structure} Laplace posterior over {self.n_weights:,} weights from {self.n_data:,} examples",
             f"likelihood            {self.likelihood!r}",
             f"prior precision       {spread} ({len(precision)} group{'s' if len(precision) > 1 else ''})",
-            f"log evidence          {float(self.log_evidence()):.4f}",
-            f"effective parameters  {float(self.effective_parameters()):.2f}",
+            f"log evidence          {float(self.log_evidence().detach()):.4f}",
+            f"effective parameters  {float(self.effective_parameters().detach()):.2f}",
             *(f"note                  {choice}" for choice in self.choices),
         ]
         return "\n".join(lines)
@@ -114,8 +116,8 @@ class LaplacePosterior:
 
         Without a generator the draws are those of seed 0.
         """
-        if n < 1:
-            raise OptionError("Nothing to sample", expected="n >= 1", got=str(n), do="ask for at least one draw")
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise OptionError("Nothing to sample", expected="a number n >= 1", got=repr(n), do="ask for some draws")
         device = self.network.device
         generator = generator or torch.Generator(device).manual_seed(0)
         noise = torch.randn(n, self.n_weights, dtype=torch.float64, generator=generator, device=generator.device).to(
@@ -168,14 +170,23 @@ class LaplacePosterior:
         """log p(D | t), with all constants."""
         return self.likelihood.log_likelihood(self.curvature.statistics)
 
+    def evidence_point(self) -> tuple[Tensor, Tensor]:
+        """Weights (P,) that the evidence is taken at, theta* or t, and the likelihood's statistics there."""
+        if self.tangent is not None:
+            return self.tangent.weights, self.tangent.statistics
+        return self.mean, self.curvature.statistics
+
     def log_evidence(self) -> Tensor:
         """log p(D) ~ log p(D | t) - 1/2 |t - m|^2_Lambda + 1/2 log |Lambda| - 1/2 log |A|, 0-d float64.
 
-        Exact for linear Gaussian models. Differentiable in the prior precision and the noise, when these require grad.
+        After `at_tangent_mode` the first two terms are those of the tangent model at theta*. Exact for linear Gaussian
+        models at their mode. Differentiable in the prior precision and the noise, when these require grad.
         """
         prior = self.weight_prior
-        distance = (prior.precision * prior.squared_distance(self.mean)).sum()
-        return self.log_likelihood() / self.temperature + 0.5 * (prior.logdet() - distance - self._logdet())
+        weights, statistics = self.evidence_point()
+        distance = (prior.precision * prior.squared_distance(weights)).sum()
+        fit = self.likelihood.log_likelihood(statistics) / self.temperature
+        return fit + 0.5 * (prior.logdet() - distance - self._logdet())
 
     def effective_parameters(self, *, per_group: bool = False) -> Tensor:
         """gamma = tr(A^-1 (A - Lambda)): how many weights the data determine; in all, or for each prior group."""
@@ -185,59 +196,78 @@ class LaplacePosterior:
             return kept.sum()
         return torch.zeros_like(prior.precision).index_add(0, prior.group_index(), kept)
 
-    def tune(self, *, noise: bool = True, max_evaluations: int = 200) -> LaplacePosterior:
-        """The posterior whose prior precisions, and Gaussian noise, maximise the evidence. No pass over data.
+    def tune(
+        self,
+        *,
+        method: Literal["gradient", "fixed_point"] = "gradient",
+        groups: Groups | None = None,
+        noise: bool = True,
+        max_iterations: int = 200,
+        tolerance: float | None = None,
+    ) -> LaplacePosterior:
+        """The posterior whose prior precisions, and Gaussian noise, maximise the evidence.
 
-        A noise for each output keeps its proportions: one factor is tuned. `tuning` on the result tells how it went.
+        At t no pass over data is made. After `at_tangent_mode` theta* follows every change of prior and noise, so that
+        the result is stationary in both. `tuning` on the result tells how it went.
+
+        Args:
+            method: "gradient" (L-BFGS on logarithms) or "fixed_point" (MacKay: alpha_g = gamma_g / |theta_g - m_g|^2,
+                noise^2 = SSE / (n - gamma), damped where the evidence would fall).
+            groups: group the prior anew first: see `lapis.Prior`.
+            noise: tune it too, where there is one. A noise for each output keeps its proportions.
+            tolerance: on the relative error of MacKay's equations (gradient) or on the steps in logarithms.
         """
-        groups = len(self.weight_prior.precision)
-        base = self.likelihood.noise if noise else None
-        for block in self.curvature.blocks:
-            if isinstance(block, DenseBlock) and groups == 1:
-                block.eigenvalues()
+        return tuning.tune(self, method, groups, noise, max_iterations, tolerance)
 
-        def candidate(values: Tensor) -> LaplacePosterior:
-            tuned = self._with_precision(values[:groups])
-            return tuned if base is None else tuned.with_noise(base.detach() * values[groups])
+    def at_tangent_mode(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        tolerance: float | None = None,
+        max_products: int = 2000,
+    ) -> LaplacePosterior:
+        """The posterior whose evidence is taken at the mode theta* of the tangent linear model; `tangent` tells of it.
 
-        start = self.weight_prior.precision.detach()
-        if base is not None:
-            start = torch.cat([start, start.new_ones(1)])
-        best, tuning = maximise(lambda values: candidate(values).log_evidence(), start, max_evaluations=max_evaluations)
-        if tuning.at_bound:
-            warnings.warn(
-                "The evidence has no interior maximum: a prior precision or the noise ran to its bound. "
-                "The data leave it undetermined; fix it, or share it between more weights.",
-                LapisWarning,
-                stacklevel=2,
-            )
-        return replace(candidate(best), tuning=tuning)
+        theta* = argmin sum_n l(f_n + J_n (theta - t), y_n) + 1/2 |theta - m|^2_Lambda under the present prior and
+        noise, for the data of the fit. t stays the linearisation point, `mean` and the centre of predictions. Trained
+        networks are seldom at a mode, and with normalisation layers there is none: the evidence at t then misleads.
+        `at_tangent_mode(data).tune()` goes to the joint optimum of theta*, prior and noise.
+        """
+        self._check_model()
+        problem = tuning.tangent_problem(self, data, batch_size)
+        return tuning.at_mode(self, problem, None, tolerance, max_products)
+
+    @property
+    def mode(self) -> Tensor | None:
+        """theta*, (P,) float64, after `at_tangent_mode`."""
+        return None if self.tangent is None else self.tangent.weights
+
+    def solve(self, vector: Tensor) -> Tensor:
+        """Covariance times a weight vector (P,), float64."""
+        parts = self._to_blocks(vector.double()[None])
+        return self._to_flat([gaussian.solve(part) for gaussian, part in zip(self.gaussians, parts, strict=True)])[0]
 
     # changes ---------------------------------------------------------------------------------------
 
     def with_prior(self, prior: Prior | float | Tensor) -> LaplacePosterior:
-        """The posterior under another prior; no pass over data."""
+        """The posterior under another prior; no pass over data. The evidence is taken at t again."""
         chosen = as_prior(prior)
         resolved = chosen.resolve(self.network)
         for block in self.curvature.blocks:
             block.check(resolved)
-        return replace(self, prior=chosen, weight_prior=resolved, tuning=None)
-
-    def _with_precision(self, precision: Tensor) -> LaplacePosterior:
-        """The same groups and mean with other precisions."""
-        prior = replace(self.prior, precision=precision)
-        return replace(self, prior=prior, weight_prior=self.weight_prior.with_precision(precision), tuning=None)
+        return replace(self, prior=chosen, weight_prior=resolved, tuning=None, tangent=None)
 
     def with_noise(self, noise: float | Tensor) -> LaplacePosterior:
         """The posterior under another Gaussian noise (standard deviation); no pass over data."""
-        changed = replace(self, likelihood=self.likelihood.with_noise(noise), tuning=None)
+        changed = replace(self, likelihood=self.likelihood.with_noise(noise), tuning=None, tangent=None)
         changed.scale  # noqa: B018  (noise of other proportions is refused here, not at the first use)
         return changed
 
     def with_temperature(self, temperature: float) -> LaplacePosterior:
         """The posterior at another temperature; no pass over data."""
         check_temperature(temperature)
-        return replace(self, temperature=temperature, tuning=None)
+        return replace(self, temperature=temperature, tuning=None, tangent=None)
 
     def update(
         self,
@@ -261,7 +291,7 @@ class LaplacePosterior:
             memory_budget=self.memory_budget,
             progress=progress,
         )
-        return replace(self, curvature=sums, tuning=None)
+        return replace(self, curvature=sums, tuning=None, tangent=None)
 
     # predictions -----------------------------------------------------------------------------------
 

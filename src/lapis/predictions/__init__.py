@@ -81,17 +81,32 @@ def _checked_link(likelihood: Likelihood, latent: Latent, link: str | None) -> L
         if link == known or (link is None and known == "probit"):
             found: Link = known
             return found
-    raise OptionError("Unknown link", expected=", ".join(f'"{known}"' for known in get_args(Link)), got=repr(link))
+    raise OptionError(
+        "Unknown link",
+        expected=", ".join(f'"{known}"' for known in get_args(Link)),
+        got=repr(link),
+        do="choose one of these",
+    )
 
 
 def _checked_samples(likelihood: Likelihood, latent: Latent, link: Link | None, samples: int | None) -> int:
     """The number of draws; OptionError for a number that would be ignored."""
     if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples <= 0):
-        raise OptionError("No number of samples", expected="a whole number > 0", got=repr(samples))
+        raise OptionError(
+            "That number of samples cannot be drawn",
+            expected="a whole number > 0",
+            got=repr(samples),
+            do="pass a positive number, or leave it out",
+        )
     if isinstance(latent, LatentSamples):
         drawn = len(latent.values)
         if samples not in (None, drawn):
-            raise OptionError("The networks are drawn already", expected=f"samples=None or {drawn}", got=repr(samples))
+            raise OptionError(
+                "The networks are drawn already",
+                expected=f"samples=None or {drawn}",
+                got=repr(samples),
+                do="leave samples out",
+            )
         return drawn
     exact = likelihood.kind in ("regression", "count") or link == "bridge"
     if samples is not None and exact and not latent.is_joint:

@@ -103,6 +103,7 @@ class LatentSamples:
                 "Outputs of sampled networks have the wrong shape",
                 expected="(S, B, T, C) with S >= 1",
                 got=str(tuple(self.values.shape)),
+                do="stack the outputs of the sampled networks",
             )
 
     @cached_property
@@ -152,4 +153,5 @@ def _check_shape(what: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
             f"The {what} of the outputs has the wrong shape",
             expected=str(expected),
             got=str(tuple(tensor.shape)),
+            do="pass outputs as (examples, positions, outputs)",
         )

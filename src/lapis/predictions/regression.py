@@ -128,7 +128,12 @@ class RegressionPrediction(Prediction):
     def _noise_variance(self) -> Tensor:
         """sigma^2 in float64, 0-d or (D,)."""
         if not isinstance(self.likelihood, Gaussian):
-            raise LikelihoodError("No regression likelihood", expected="gaussian", got=self.likelihood.name)
+            raise LikelihoodError(
+                "This regression has no noise of its own",
+                expected="gaussian",
+                got=self.likelihood.name,
+                do="use lapis.Gaussian",
+            )
         return self.likelihood.noise.detach().to(self.latent.mean.device).double() ** 2
 
     def _lay(self, canonical: Tensor) -> Tensor:

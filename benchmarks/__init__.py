@@ -1,0 +1,1 @@
+"""Benchmarks of Lapis against laplace-torch: `make bench`."""

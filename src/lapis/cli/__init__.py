@@ -1,0 +1,7 @@
+"""The command `lapis`."""
+
+from __future__ import annotations
+
+from lapis.cli.main import app
+
+__all__ = ["app"]

@@ -1,0 +1,72 @@
+"""Commands and their options; what a command alone needs is imported when it runs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+import lapis
+from lapis.progress import track
+
+app = typer.Typer(
+    name="lapis",
+    help="Lapis: error bars for trained PyTorch networks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+FORMATS = (".png", ".pdf", ".svg")
+
+
+@app.command()
+def version() -> None:
+    """Print the versions that a bug report needs."""
+    typer.echo(f"lapis {lapis.__version__} (torch {torch.__version__}, Python {platform.python_version()})")
+
+
+def _figure_path(value: Path) -> Path:
+    """Refused before any work is done, not after."""
+    if value.suffix.lower() not in FORMATS:
+        raise typer.BadParameter(f"{value} should end in {', '.join(FORMATS)}.")
+    if value.is_dir():
+        raise typer.BadParameter(f"{value} is a directory; give a file name in it.")
+    if not value.parent.is_dir():
+        raise typer.BadParameter(f"the directory {value.parent} does not exist.")
+    if not os.access(value if value.exists() else value.parent, os.W_OK):
+        raise typer.BadParameter(f"{value} cannot be written.")
+    return value
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the first split; others count on.")] = 0,
+    label_noise: Annotated[float, typer.Option(min=0, max=0.9, help="Share of labels drawn anew at random.")] = 0.2,
+    out: Annotated[Path, typer.Option(callback=_figure_path, help="Figure to write.")] = Path("lapis-demo.png"),
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="Splits and trainings to average over.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="Less data, less training: a look, no results.")] = False,
+) -> None:
+    """Train on scikit-learn's digits, put a Laplace posterior on the weights, and see what it is good for."""
+    from lapis.cli import experiment, figure, report
+
+    started = time.perf_counter()
+    make = experiment.Setting.quick if quick else experiment.Setting
+    settings = [make(seed=seed + repeat, label_noise=label_noise) for repeat in range(repeats)]
+    console = Console(highlight=False)
+    try:
+        results = [experiment.run(setting) for setting in track(settings, "Training and predicting", repeats)]
+        figure.draw(results[0], out)
+    except (lapis.LapisError, OSError) as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {error}", highlight=False)
+        raise typer.Exit(1) from error
+    report.show(console, settings[0], results)
+    console.print(
+        f"Figure of the first split: {out}   ({time.perf_counter() - started:.1f} s)", style="dim", soft_wrap=True
+    )

@@ -1,0 +1,211 @@
+"""The mode theta* of the tangent linear model, which the evidence of modern networks is taken at.
+
+theta* = argmin sum_n l(f_n + J_n (theta - t), y_n) / T + 1/2 |theta - m|^2_Lambda: convex when l is convex in f,
+whatever the network. Found by Newton's method; each step is solved by conjugate gradients, preconditioned with the
+posterior's own precision, so that a Gaussian likelihood with the dense structure takes one product. t stays the
+linearisation point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Batch
+from lapis.evidence.products import Products
+from lapis.likelihoods import Likelihood
+from lapis.priors import WeightPrior
+
+Solve = Callable[[Tensor], Tensor]
+
+FEW_OUTPUTS = 2000
+"""Up to this many outputs in all, and half as many as weights, the preconditioner is exact, in the outputs' space."""
+
+
+@dataclass(frozen=True)
+class TangentMode:
+    """theta*, the likelihood's statistics of the linear model there, and how the search ended."""
+
+    weights: Tensor
+    """theta*, (P,) float64."""
+    statistics: Tensor
+    converged: bool
+    remaining: float
+    """Nats by which the loss could still fall: half the squared gradient in the posterior's metric."""
+    iterations: int
+    products: int
+    """Passes over the data, each one J v and one J^T u."""
+    reason: str
+    problem: TangentProblem | None = field(default=None, repr=False, compare=False)
+
+
+class TangentProblem:
+    """The data of the tangent model: targets, outputs at t, and Jacobian products."""
+
+    def __init__(self, products: Products, likelihood: Likelihood, batches: Sequence[Batch], centre: Tensor) -> None:
+        self.products, self.centre = products, centre.double()
+        self.targets = [
+            likelihood.targets(batch.targets, f, shape)
+            for batch, f, shape in zip(batches, products.outputs, products.shapes, strict=True)
+        ]
+
+    def solve(
+        self,
+        likelihood: Likelihood,
+        prior: WeightPrior,
+        temperature: float,
+        precondition: Solve,
+        *,
+        start: Tensor | None = None,
+        tolerance: float | None = None,
+        max_iterations: int = 50,
+        max_products: int = 2000,
+    ) -> TangentMode:
+        """Newton steps from `start` (t when not given) until `remaining` is at most `tolerance` nats.
+
+        The tolerance is 1e-16 for a float64 network, 1e-5 for float32, whose products are no more exact, both times
+        the loss where that is above one.
+        """
+        precondition = self._few_outputs(likelihood, prior, temperature) or precondition
+        exact = self.products.network.dtype == torch.float64
+        loss = _Loss(self, likelihood, prior, temperature)
+        theta = self.centre if start is None else start
+        f = loss.outputs(theta)
+        value = loss.value(f, theta)
+        nats = (tolerance if tolerance is not None else 1e-16 if exact else 1e-5) * max(1.0, abs(value))
+        products, remaining, reason = 1, float("inf"), f"{max_iterations} Newton steps were not enough"
+        iteration = 0
+        for iteration in range(max_iterations + 1):
+            gradient = loss.gradient(f, theta)
+            remaining = 0.5 * float(gradient @ precondition(gradient))
+            if remaining <= nats:
+                reason = f"at most {remaining:.1e} nats above the minimum"
+                break
+            if iteration == max_iterations:
+                break
+            factors = [likelihood.factor(part, y) for part, y in zip(f, self.targets, strict=True)]
+            goal = min(0.1, remaining / max(1.0, abs(value))) ** 2 if likelihood.name != "gaussian" else 0.0
+            step, used = _conjugate_gradients(
+                lambda v, factors=factors: loss.curvature(v, factors),  # type: ignore[misc]
+                -gradient,
+                precondition,
+                stop=max(0.01 * nats, goal * remaining),
+                limit=max(1, max_products - products),
+            )
+            products += used
+            change = self.products.forward(step)
+            length, after = loss.search(f, theta, change, step, value, float(gradient @ step))
+            if length == 0.0:
+                reason = f"no step lowers the loss, {remaining:.1e} nats above the minimum"
+                break
+            theta = theta + length * step
+            f = [one + length * two for one, two in zip(f, change, strict=True)]
+            value = after
+            if products >= max_products:
+                gradient = loss.gradient(f, theta)
+                remaining = 0.5 * float(gradient @ precondition(gradient))
+                reason = f"{max_products} passes over the data were not enough"
+                break
+        statistics = torch.stack([likelihood.statistics(part, y) for part, y in zip(f, self.targets, strict=True)]).sum(
+            0
+        )
+        converged = remaining <= nats
+        return TangentMode(theta, statistics, converged, remaining, iteration, products, reason, self)
+
+    def _few_outputs(self, likelihood: Likelihood, prior: WeightPrior, temperature: float) -> Solve | None:
+        """The exact inverse of the precision at t where outputs are few beside the weights, in their space:
+
+        (Lambda + U^T U)^-1 = Lambda^-1 - Lambda^-1 U^T (I + U Lambda^-1 U^T)^-1 U Lambda^-1 with U = S^T J / sqrt(T).
+        """
+        rows = self.products.rows
+        size = self.products.network.size
+        if rows is None or sum(f.numel() for f in self.products.outputs) > min(size // 2, FEW_OUTPUTS):
+            return None
+        parts = []
+        for jacobian, f, y in zip(rows, self.products.outputs, self.targets, strict=True):
+            factor = likelihood.factor(f, y) / temperature**0.5
+            parts.append((factor.mT @ jacobian.double()).reshape(-1, size))
+        scaled = torch.cat(parts) / prior.vector()
+        u = scaled * prior.vector()
+        inner = torch.linalg.cholesky(torch.eye(len(u), dtype=u.dtype, device=u.device) + scaled @ u.T)
+
+        def solve(vector: Tensor) -> Tensor:
+            correction = torch.cholesky_solve((scaled @ vector)[:, None], inner)[:, 0] @ scaled
+            return vector / prior.vector() - correction
+
+        return solve
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The tangent model's loss in theta, given its outputs f (a list over batches)."""
+
+    problem: TangentProblem
+    likelihood: Likelihood
+    prior: WeightPrior
+    temperature: float
+
+    def outputs(self, theta: Tensor) -> list[Tensor]:
+        products = self.problem.products
+        if torch.equal(theta, self.problem.centre):
+            return products.outputs
+        change = products.forward(theta - self.problem.centre)
+        return [f + part for f, part in zip(products.outputs, change, strict=True)]
+
+    def value(self, f: Sequence[Tensor], theta: Tensor) -> float:
+        data = sum(float(self.likelihood.nll(part, y).sum()) for part, y in zip(f, self.problem.targets, strict=True))
+        deviation = theta - self.prior.mean
+        return data / self.temperature + 0.5 * float((self.prior.vector() * deviation) @ deviation)
+
+    def gradient(self, f: Sequence[Tensor], theta: Tensor) -> Tensor:
+        seeds = [self.likelihood.gradient(part, y) for part, y in zip(f, self.problem.targets, strict=True)]
+        pull = self.prior.vector() * (theta - self.prior.mean)
+        return self.problem.products.backward(seeds) / self.temperature + pull
+
+    def curvature(self, vector: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        """(J^T S S^T J / T + Lambda) v."""
+        products = self.problem.products
+        seeds = [
+            (factor @ (factor.mT @ part[..., None]))[..., 0]
+            for part, factor in zip(products.forward(vector), factors, strict=True)
+        ]
+        return products.backward(seeds) / self.temperature + self.prior.vector() * vector
+
+    def search(
+        self, f: Sequence[Tensor], theta: Tensor, change: Sequence[Tensor], step: Tensor, value: float, slope: float
+    ) -> tuple[float, float]:
+        """The first of 1, 1/2, 1/4 ... that lowers the loss enough, and the loss there; 0 when none does."""
+        length = 1.0
+        for _ in range(40):
+            moved = [one + length * two for one, two in zip(f, change, strict=True)]
+            after = self.value(moved, theta + length * step)
+            if after <= value + 1e-4 * length * slope + 1e-14 * abs(value):
+                return length, after
+            length /= 2
+        return 0.0, value
+
+
+def _conjugate_gradients(
+    multiply: Callable[[Tensor], Tensor], b: Tensor, precondition: Solve, *, stop: float, limit: int
+) -> tuple[Tensor, int]:
+    """x with A x = b up to 1/2 |A x - b|^2 <= stop in the preconditioner's metric, and the number of products."""
+    x, residual = torch.zeros_like(b), b
+    z = precondition(residual)
+    direction, size = z, float(residual @ z)
+    for used in range(limit):
+        if 0.5 * size <= stop:
+            return x, used
+        product = multiply(direction)
+        curvature = float(direction @ product)
+        if curvature <= 0:  # rounding: the direction holds nothing more
+            return x, used + 1
+        alpha = size / curvature
+        x = x + alpha * direction
+        residual = residual - alpha * product
+        z = precondition(residual)
+        size, previous = float(residual @ z), size
+        direction = z + (size / previous) * direction
+    return x, limit

@@ -1,0 +1,164 @@
+"""Tuning prior precisions and noise by the evidence, on the training data alone, and telling how it went."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from lapis.errors import LapisWarning, NotPositiveDefiniteError, OptionError
+from lapis.evidence.fixed_point import climb
+from lapis.evidence.gradient import ascend
+from lapis.evidence.point import Candidate, Point, evaluate, limits
+
+Method = Literal["gradient", "fixed_point"]
+
+DEGENERATE = 1e-6
+"""A group's gamma this close to 0 or to its number of weights, relative to that number, is worth a warning."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a tuning run went."""
+
+    method: str
+    log_evidence: float
+    start: float
+    """The log evidence before."""
+    iterations: int
+    evaluations: int
+    converged: bool
+    reason: str
+    """Why the search ended."""
+    trace: tuple[float, ...]
+    """log evidence after each iteration; it never falls."""
+    groups: tuple[str, ...]
+    gamma: tuple[float, ...]
+    """Effective parameters of each group, at the end."""
+    at_bound: tuple[str, ...]
+    """Hyperparameters that ran to the end of their range: the data leave them undetermined."""
+
+    def __post_init__(self) -> None:
+        for name in ("trace", "groups", "gamma", "at_bound"):  # files give lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def __str__(self) -> str:
+        state = "converged" if self.converged else "stopped"
+        return (
+            f"{self.method}: {state} after {self.iterations} iterations ({self.reason}); "
+            f"log evidence {self.start:.4f} -> {self.log_evidence:.4f}, gamma {sum(self.gamma):.2f}"
+        )
+
+
+def tune(
+    candidate: Candidate,
+    start: Tensor,
+    names: Sequence[str],
+    sizes: Tensor,
+    *,
+    method: str = "gradient",
+    max_iterations: int = 200,
+    tolerance: float | None = None,
+) -> tuple[Tensor, Tuning]:
+    """Positive hyperparameters (G,), or (G + 1,) with the noise's factor last, that maximise the evidence.
+
+    Args:
+        candidate: the posterior that has given hyperparameters.
+        start: where to begin.
+        names: of the G prior groups.
+        sizes: weights in each group, (G,).
+        method: "gradient" (L-BFGS on logarithms) or "fixed_point" (MacKay's updates).
+        tolerance: on MacKay's equations: their largest relative error (gradient, default 1e-6), or the largest step
+            in a logarithm (fixed point, default 1e-8).
+    """
+    if method not in get_args(Method):
+        raise OptionError(
+            "Unknown method of tuning", expected='"gradient" or "fixed_point"', got=repr(method), do="choose one"
+        )
+    if max_iterations < 1 or (tolerance is not None and not tolerance > 0):
+        raise OptionError(
+            "Tuning cannot end like this",
+            expected="max_iterations >= 1 and tolerance > 0",
+            got=f"max_iterations={max_iterations}, tolerance={tolerance}",
+            do="leave them out",
+        )
+    groups = len(names)
+    bounds = limits(len(start), groups)
+    first = evaluate(candidate, start.detach().cpu().double().log().clamp(-bounds, bounds), groups)
+    if first is None:
+        raise NotPositiveDefiniteError(
+            "The evidence does not exist at the present prior and noise",
+            expected="a positive definite posterior precision",
+            got="one that is not, in float64",
+            do="begin from a larger prior precision: posterior.with_prior(...)",
+        )
+    if method == "gradient":
+        search = ascend(candidate, first, groups, max_iterations=max_iterations, tolerance=tolerance or 1e-6)
+    else:
+        search = climb(candidate, first, groups, max_iterations=max_iterations, tolerance=tolerance or 1e-8)
+    best = search.point
+    reached = (best.logs.abs() >= bounds * (1 - 1e-9)).tolist()
+    tuning = Tuning(
+        method,
+        best.value,
+        first.value,
+        search.iterations,
+        search.evaluations,
+        search.converged,
+        search.reason,
+        search.trace,
+        tuple(names),
+        tuple(best.gamma.tolist()),
+        tuple(name for name, hit in zip([*names, "noise"], reached, strict=False) if hit),
+    )
+    for message in degeneracies(best, tuning, sizes.cpu()):
+        warnings.warn(message, LapisWarning, stacklevel=4)
+    return best.logs.exp().to(start.device), tuning
+
+
+def degeneracies(point: Point, tuning: Tuning, sizes: Tensor) -> list[str]:
+    """What the data could not decide, and why, in words."""
+    found = []
+    share = point.gamma / sizes
+    distance = point.penalty / point.logs[: len(sizes)].exp()
+    tight = point.logs[: len(sizes)] > 0
+    cases = (
+        (distance <= 0, "has weights exactly at the prior's mean, so that its precision has no upper limit"),
+        ((share < DEGENERATE) & (distance > 0) & ~tight, "is not determined by the data at all (gamma is 0)"),
+        (
+            (share < DEGENERATE) & (distance > 0) & tight,
+            "is switched off: the evidence prefers its weights at the prior's mean (gamma is 0)",
+        ),
+        (
+            (1 - share < DEGENERATE) & (distance > 0),
+            "is determined by the data alone (gamma equals its number of weights): the prior has no say, and the "
+            "network may be too small",
+        ),
+    )
+    told = set()
+    for where, why in cases:
+        names = [tuning.groups[i] for i in where.nonzero().flatten().tolist()]
+        told.update(names)
+        if names:
+            found.append(f"Prior {_listed(names)} {why}. Share its precision with other weights, or fix it.")
+    if "noise" in tuning.at_bound:
+        size = math.exp(point.logs[-1])
+        why = "the fit is perfect, and nothing bounds the noise from below" if size < 1 else "the data do not bound it"
+        found.append(f"The noise ran to the end of its range ({size:.3g} times what it was): {why}. Use noise=False.")
+    others = [name for name in tuning.at_bound if name not in told and name != "noise"]
+    if others:
+        found.append(f"Prior {_listed(others)} ran to the end of its range: the evidence has no maximum in between.")
+    if not tuning.converged:
+        found.append(
+            f"Tuning stopped before it converged: {tuning.reason}. Raise max_iterations, or use the other method."
+        )
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"group{'s' if len(names) > 1 else ''} {shown}"

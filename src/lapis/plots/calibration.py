@@ -1,0 +1,44 @@
+"""Does a stated probability of 0.8 mean right four times out of five?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from lapis.metrics import reliability
+from lapis.plots.style import GREY
+
+
+def reliability_diagram(axes: Axes, probs: Mapping[str, Tensor], targets: Tensor, *, bins: int = 10) -> None:
+    """Accuracy against confidence of the predicted class for each named (B, C) prediction of the same (B,) targets.
+
+    Bins hold about equally many examples, so that every point means as much as any other; its bar is one binomial
+    standard error sqrt(a (1 - a) / n) of the accuracy a. Below the diagonal is overconfident. The legend gives the ECE
+    over 15 bins of equal width, as tables do.
+    """
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    smallest = 1.0
+    for order, (name, prediction) in enumerate(probs.items()):
+        binned = reliability(prediction.detach(), targets, bins=bins, adaptive=True)
+        used = binned.count > 0
+        confidence, accuracy = binned.confidence[used], binned.accuracy[used]
+        error = (accuracy * (1 - accuracy) / binned.count[used]).sqrt()
+        smallest = min(smallest, float(confidence.min()), float((accuracy - error).min()))
+        axes.errorbar(
+            confidence.numpy(),
+            accuracy.numpy(),
+            yerr=error.numpy(),
+            marker="os^Dv"[order % 5],
+            markeredgecolor="white",
+            markeredgewidth=0.6,
+            markersize=6,
+            elinewidth=0.9,
+            label=f"{name}  (ECE {float(reliability(prediction.detach(), targets).ece):.3f})",
+            zorder=2 + order,
+        )
+    low = max(0.0, smallest - 0.05)
+    axes.set(xlim=(low, 1.01), ylim=(low, 1.01), xlabel="confidence", ylabel="accuracy")
+    axes.set_aspect("equal", adjustable="box")
+    axes.legend(loc="upper left")

@@ -1,0 +1,60 @@
+"""A regression in one dimension, with what is unknown about the function set apart from what is noise."""
+
+from __future__ import annotations
+
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from lapis.errors import DataError, OptionError
+from lapis.plots.style import BLUE, GREY, INK
+
+
+def regression_band(
+    axes: Axes,
+    x: Tensor,
+    mean: Tensor,
+    epistemic_variance: Tensor,
+    variance: Tensor,
+    *,
+    data: tuple[Tensor, Tensor] | None = None,
+    level: float = 0.95,
+    colour: str = BLUE,
+) -> None:
+    """Mean, the epistemic band (dark) inside the total band (light), and the data; x and all others (B,) or (B, 1).
+
+    Bands are mean +- z sqrt(variance) with z = sqrt(2) erfinv(level). Points may come in any order.
+
+    >>> from matplotlib.figure import Figure
+    >>> x = torch.linspace(-1, 1, 5)
+    >>> regression_band(Figure().subplots(), x, x.sin(), 0.1 * x**2, 0.1 * x**2 + 0.01)
+    """
+    if not 0 < level < 1:
+        raise OptionError("Bad level", expected="a number in (0, 1)", got=f"{level}", do="use 0.95, say")
+    columns = [_flat(value) for value in (x, mean, epistemic_variance, variance)]
+    if len({len(column) for column in columns}) != 1:
+        raise DataError(
+            "A band needs one input and one output",
+            expected="x, mean and both variances of one length",
+            got=", ".join(str(len(column)) for column in columns),
+            do="pick one output: prediction.mean[:, 0], and so on",
+        )
+    order = columns[0].argsort()
+    place, centre, epistemic, total = (column[order] for column in columns)
+    z = 2**0.5 * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
+    for spread, alpha, label in ((total, 0.14, "with noise"), (epistemic, 0.30, "of the function")):
+        width = z * spread.sqrt()
+        band = ((centre - width).numpy(), (centre + width).numpy())
+        name = f"{100 * level:g} % {label}"
+        axes.fill_between(place.numpy(), *band, color=colour, alpha=alpha, linewidth=0, label=name, zorder=1)
+    axes.plot(place.numpy(), centre.numpy(), color=colour, label="mean", zorder=3)
+    if data is not None:
+        inputs, targets = (_flat(value).numpy() for value in data)
+        axes.scatter(inputs, targets, s=9, color=INK, edgecolor="white", linewidth=0.4, label="data", zorder=4)
+    axes.axhline(0, color=GREY, linewidth=0.4, zorder=0)
+    axes.set(xlabel="x", ylabel="y", xlim=(float(place[0]), float(place[-1])))
+    axes.legend(loc="best")
+
+
+def _flat(value: Tensor) -> Tensor:
+    return value.detach().cpu().double().flatten()

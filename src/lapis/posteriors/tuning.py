@@ -1,0 +1,138 @@
+"""Tuning a Laplace posterior by its evidence, at the trained weights t or at the tangent model's mode theta*."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lapis.batches import batches, digest
+from lapis.curvature.dense import DenseBlock
+from lapis.errors import DataError, OptionError
+from lapis.evidence import Products, TangentProblem
+from lapis.evidence import tune as maximise
+from lapis.priors import Groups, Prior
+
+if TYPE_CHECKING:
+    from lapis.posteriors.laplace import LaplacePosterior
+
+
+def tune(
+    posterior: LaplacePosterior,
+    method: str,
+    groups: Groups | None,
+    noise: bool,
+    max_iterations: int,
+    tolerance: float | None,
+) -> LaplacePosterior:
+    """See `LaplacePosterior.tune`."""
+    if groups is not None:
+        posterior = regrouped(posterior, groups)
+    count = len(posterior.weight_prior.precision)
+    for block in posterior.curvature.blocks:
+        if isinstance(block, DenseBlock) and count == 1:
+            block.eigenvalues()
+    candidate = _candidates(posterior, count, noise)
+    start = posterior.weight_prior.precision.detach()
+    if noise and posterior.likelihood.noise is not None:
+        start = torch.cat([start, start.new_ones(1)])
+    prior = posterior.weight_prior
+    names = prior.labels if prior.group_of is not None else tuple(f"weight {i}" for i in range(count))
+    best, tuning = maximise(
+        candidate, start, names, prior.sizes(), method=method, max_iterations=max_iterations, tolerance=tolerance
+    )
+    return replace(candidate(best), tuning=tuning)
+
+
+def _candidates(posterior: LaplacePosterior, count: int, noise: bool) -> Callable[[Tensor], LaplacePosterior]:
+    """The posterior as a function of its hyperparameters; at theta*, every candidate finds its own, warm-started."""
+    base = posterior.likelihood.noise if noise else None
+    latest = posterior.tangent
+    if latest is not None and latest.problem is None:
+        raise OptionError(
+            "The tangent model's data are not at hand: files do not hold them",
+            expected="posterior.at_tangent_mode(data).tune()",
+            got="a posterior from a file",
+            do="call at_tangent_mode(data) first",
+        )
+
+    def candidate(values: Tensor) -> LaplacePosterior:
+        nonlocal latest
+        precision = values[:count].to(posterior.network.device)
+        prior = replace(posterior.prior, precision=precision)
+        changes: dict[str, Any] = {"prior": prior, "weight_prior": posterior.weight_prior.with_precision(precision)}
+        if base is not None:
+            changes["likelihood"] = posterior.likelihood.with_noise(base.detach() * values[count].to(base.device))
+        changed = replace(posterior, **changes, tuning=None)
+        if latest is not None:
+            changed = at_mode(changed, latest.problem, latest.weights)
+            latest = changed.tangent
+        return changed
+
+    return candidate
+
+
+def at_mode(
+    posterior: LaplacePosterior,
+    problem: TangentProblem | None,
+    start: Tensor | None = None,
+    tolerance: float | None = None,
+    max_products: int = 2000,
+) -> LaplacePosterior:
+    """The posterior with theta* under its own prior and noise."""
+    assert problem is not None
+    with torch.no_grad():
+        frozen = _detached(posterior)
+        mode = problem.solve(
+            frozen.likelihood,
+            frozen.weight_prior,
+            posterior.temperature,
+            frozen.solve,
+            start=start,
+            tolerance=tolerance,
+            max_products=max_products,
+        )
+    return replace(posterior, tangent=mode)
+
+
+def _detached(posterior: LaplacePosterior) -> LaplacePosterior:
+    """The same posterior with no graph behind prior and noise."""
+    prior = posterior.weight_prior.with_precision(posterior.weight_prior.precision.detach())
+    noise = posterior.likelihood.noise
+    likelihood = posterior.likelihood if noise is None else posterior.likelihood.with_noise(noise.detach())
+    return replace(posterior, weight_prior=prior, likelihood=likelihood)
+
+
+def tangent_problem(posterior: LaplacePosterior, data: Any, batch_size: int | None) -> TangentProblem:
+    """The tangent model of the data that the posterior was fitted to; other data are refused."""
+    network = posterior.network
+    stream, _ = batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)
+    held = list(stream)
+    found = sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64
+    if found != posterior.curvature.digest:
+        raise DataError(
+            "These are not the data that the posterior was fitted to",
+            expected=f"{posterior.n_data} examples with fingerprint {posterior.curvature.digest:016x}",
+            got=f"{sum(map(len, held))} with {found:016x}",
+            do="pass the training data of the fit (without random augmentation)",
+        )
+    products = Products(network, posterior.curvature.tape, held, posterior.memory_budget)
+    return TangentProblem(products, posterior.likelihood, held, posterior.mean)
+
+
+def regrouped(posterior: LaplacePosterior, groups: Groups) -> LaplacePosterior:
+    """The same prior mean with other groups; each starts at P_g / |t_g - m_g|^2, where its weights are of usual length.
+
+    That start moves with the weights' scale, so that what tuning finds for scale-free weights does not depend on it.
+    Groups at the prior's mean start at one.
+    """
+    fresh = Prior(1.0, groups, posterior.prior.mean).resolve(posterior.network)
+    for block in posterior.curvature.blocks:
+        block.check(fresh)
+    ratio = fresh.sizes() / fresh.squared_distance(posterior.mean)
+    precision = torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio))
+    prior = Prior(precision, groups, posterior.prior.mean)
+    return replace(posterior, prior=prior, weight_prior=fresh.with_precision(precision), tuning=None)

@@ -1,0 +1,58 @@
+"""Linear algebra without matrices: A is known by its products with blocks of vectors (k, P), one vector a row.
+
+Every solve returns a frozen value with its result and statistics; failure is said, never hidden. Randomness comes from
+an explicit generator only.
+"""
+
+from __future__ import annotations
+
+from lapis.solvers.cg import CGProgress, CGResult, conjugate_gradients
+from lapis.solvers.eigen import Eigenpairs, lanczos_eigenpairs, largest_eigenvalue, subspace_eigenpairs
+from lapis.solvers.lanczos import LanczosResult, lanczos
+from lapis.solvers.logdet import QuadratureEstimate, SpectralQuadrature, logdet, spectral_quadrature
+from lapis.solvers.operator import Operator
+from lapis.solvers.preconditioners import (
+    CallablePreconditioner,
+    Diagonal,
+    Identity,
+    LowRankPlusDiagonal,
+    Preconditioner,
+    preconditioned,
+)
+from lapis.solvers.probes import Estimate
+from lapis.solvers.sgd import SGDResult, SGDSettings, SGDState, sgd, sgd_learning_rate
+from lapis.solvers.trace import hutch_plus_plus, hutchinson_diagonal, hutchinson_trace
+from lapis.solvers.xtrace import xtrace
+
+__all__ = [
+    "CGProgress",
+    "CGResult",
+    "CallablePreconditioner",
+    "Diagonal",
+    "Eigenpairs",
+    "Estimate",
+    "Identity",
+    "LanczosResult",
+    "LowRankPlusDiagonal",
+    "Operator",
+    "Preconditioner",
+    "QuadratureEstimate",
+    "SGDResult",
+    "SGDSettings",
+    "SGDState",
+    "SpectralQuadrature",
+    "conjugate_gradients",
+    "hutch_plus_plus",
+    "hutchinson_diagonal",
+    "hutchinson_trace",
+    "lanczos",
+    "lanczos_eigenpairs",
+    "largest_eigenvalue",
+    "logdet",
+    "preconditioned",
+    "sgd",
+    "sgd_learning_rate",
+    "spectral_quadrature",
+    "subspace_eigenpairs",
+    "xtrace",
+]

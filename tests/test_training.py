@@ -1,0 +1,255 @@
+"""Training by the evidence: it keeps the best epoch, survives being killed, and comparisons are of like with like."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lapis
+
+OPTIONS: dict[str, Any] = {"epochs": 9, "burn_in": 3, "every": 2, "batch_size": 8, "learning_rate": 0.02}
+
+
+def sine(n: int = 40) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.linspace(-1, 1, n, dtype=torch.float64)[:, None]
+    return x, (3 * x).sin() + 0.1 * torch.randn(n, 1, generator=generator, dtype=torch.float64)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.1), nn.Linear(6, 1)).double()
+
+
+def same(one: lapis.LaplacePosterior, two: lapis.LaplacePosterior) -> None:
+    assert torch.equal(one.mean, two.mean)
+    assert torch.equal(one.weight_prior.precision, two.weight_prior.precision)
+    assert torch.equal(one.likelihood.noise, two.likelihood.noise)
+    assert one.training == two.training
+
+
+def test_posterior_is_that_of_the_best_epoch() -> None:
+    model = network()
+    posterior = lapis.train(model, sine(), "regression", **OPTIONS)
+    record = posterior.training
+    assert record is not None
+    assert record.evaluated == (3, 5, 7, 9)
+    assert record.epochs == len(record.loss) == 9
+    assert record.best_epoch == record.evaluated[max(range(4), key=record.log_evidence.__getitem__)]
+    assert float(posterior.log_evidence()) == pytest.approx(max(record.log_evidence), abs=1e-8)
+    torch.testing.assert_close(posterior.mean, torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert posterior.weight_prior.labels == ("0", "1", "4")
+    assert model.training
+    assert all(p.requires_grad and (p.grad is None) for p in model.parameters())
+
+
+def test_network_trains_in_train_mode_and_comes_back_in_its_own() -> None:
+    model = network().eval()
+    model[1].train()
+    modes = []
+    model.register_forward_pre_hook(lambda module, _: modes.append((module.training, torch.is_grad_enabled())))
+    lapis.train(model, sine(), "regression", **OPTIONS)
+    assert (True, True) in modes
+    assert not model.training
+    assert model[1].training
+    assert not model[3].training
+
+
+def test_same_seed_gives_the_same_result_and_another_seed_another() -> None:
+    one, two, three = (lapis.train(network(), sine(), "regression", seed=s, **OPTIONS) for s in (0, 0, 1))
+    same(one, two)
+    assert not torch.equal(one.mean, three.mean)
+
+
+def test_global_random_numbers_are_left_alone() -> None:
+    model = network()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    lapis.train(model, sine(), "regression", **OPTIONS)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("form", ["dataset", "loader"])
+def test_other_forms_of_data_train_too_and_do_not_depend_on_global_randomness(form: str) -> None:
+    def data() -> Any:
+        dataset = TensorDataset(*sine())
+        return dataset if form == "dataset" else DataLoader(dataset, batch_size=8, shuffle=True)
+
+    one = lapis.train(network(), data(), "regression", **OPTIONS)
+    torch.rand(7)
+    same(one, lapis.train(network(), data(), "regression", **OPTIONS))
+
+
+class Interrupted(list):  # type: ignore[type-arg]
+    """Batches that raise after so many passes."""
+
+    def __init__(self, batches: list[Any], passes: int) -> None:
+        super().__init__(batches)
+        self.passes = passes
+
+    def __iter__(self) -> Any:
+        self.passes -= 1
+        if self.passes < 0:
+            raise KeyboardInterrupt
+        return super().__iter__()
+
+
+def test_run_that_was_interrupted_anywhere_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    x, y = sine()
+    parts = list(zip(x.split(8), y.split(8), strict=True))
+    whole = lapis.train(network(), parts, "regression", **OPTIONS)
+    for passes in (2, 9):
+        path = tmp_path / f"{passes}.run"
+        with pytest.raises(KeyboardInterrupt):
+            lapis.train(network(), Interrupted(parts, passes), "regression", checkpoint=path, **OPTIONS)
+        torch.rand(11)
+        same(lapis.train(network(), parts, "regression", checkpoint=path, **OPTIONS), whole)
+        same(lapis.train(network(), parts, "regression", checkpoint=path, **OPTIONS), whole)
+        assert [p.name for p in tmp_path.glob("*.partial")] == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
+def test_run_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch, lapis
+from test_training import OPTIONS, network, sine
+torch.set_num_threads(1)
+steps = torch.optim.Adam.step
+def step(self, *args):
+    step.count += 1
+    if step.count == 5 * 6 + 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return steps(self, *args)
+step.count = 0
+torch.optim.Adam.step = step
+lapis.train(network(), sine(), "regression", checkpoint={str(tmp_path / "run")!r}, **OPTIONS)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    resumed = lapis.train(network(), sine(), "regression", checkpoint=tmp_path / "run", **OPTIONS)
+    same(resumed, lapis.train(network(), sine(), "regression", **OPTIONS))
+
+
+def test_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    lapis.train(network(), sine(), "regression", checkpoint=path, **OPTIONS)
+    with pytest.raises(lapis.FileError, match="learning_rate"):
+        lapis.train(network(), sine(), "regression", checkpoint=path, **{**OPTIONS, "learning_rate": 0.5})
+    wider = nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+    with pytest.raises(lapis.FileError, match="another network"):
+        lapis.train(wider, sine(), "regression", checkpoint=path, **OPTIONS)
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(lapis.FileError, match="no whole checkpoint"):
+        lapis.train(network(), sine(), "regression", checkpoint=path, **OPTIONS)
+
+
+def test_training_stops_when_the_evidence_has_stopped_rising() -> None:
+    options = {**OPTIONS, "epochs": 60, "every": 1, "learning_rate": 0.3, "schedule": "constant"}
+    posterior = lapis.train(network(), sine(), "regression", patience=2, **options)
+    record = posterior.training
+    assert record is not None
+    assert record.epochs < 60
+    assert "not risen for 2 evaluations" in record.reason
+    assert record.evaluated[-3] == record.best_epoch
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", lambda p, rate: torch.optim.RMSprop(p, lr=rate)])
+def test_optimisers_resume(tmp_path: Path, optimiser: Any) -> None:
+    x, y = sine()
+    parts = list(zip(x.split(8), y.split(8), strict=True))
+    options = {**OPTIONS, "optimiser": optimiser, "learning_rate": 1e-3}
+    with pytest.raises(KeyboardInterrupt):
+        lapis.train(network(), Interrupted(parts, 6), "regression", checkpoint=tmp_path / "run", **options)
+    resumed = lapis.train(network(), parts, "regression", checkpoint=tmp_path / "run", **options)
+    same(resumed, lapis.train(network(), parts, "regression", **options))
+
+
+def test_classification_trains_with_grouped_prior() -> None:
+    x = torch.randn(60, 2, dtype=torch.float64)
+    y = (x[:, 0] * x[:, 1] > 0).long()
+    model = nn.Sequential(nn.Linear(2, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2)).double()
+    prior = lapis.Prior(1.0, groups="normalised")
+    posterior = lapis.train(model, (x, y), "classification", prior=prior, **{**OPTIONS, "epochs": 25})
+    assert posterior.weight_prior.labels == ("0", "others")
+    assert float((posterior.predict(x).probs.argmax(1) == y).double().mean()) > 0.8  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"epochs": 0}, {"every": 0}, {"schedule": "step"}, {"optimiser": "lion"}, {"learning_rate": -1.0}]
+)
+def test_bad_options_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(lapis.OptionError):
+        lapis.train(network(), sine(), "regression", **{**OPTIONS, **wrong})
+
+
+def test_data_that_can_be_read_once_are_refused() -> None:
+    with pytest.raises(lapis.DataError, match="many times"):
+        lapis.train(network(), iter([sine()]), "regression", **OPTIONS)
+
+
+def test_divergence_is_an_error() -> None:
+    options = {**OPTIONS, "optimiser": "sgd", "learning_rate": 1e8}
+    with pytest.raises(lapis.ModelError, match="diverged"):
+        lapis.train(network(), (sine()[0], torch.ones(40)), "poisson", **options)
+
+
+# comparisons ---------------------------------------------------------------------------------------------------------
+
+
+def test_table_agrees_with_the_posteriors_and_names_the_best() -> None:
+    x, y = sine()
+    models = {
+        "line": nn.Linear(1, 1).double(),
+        "wide": nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).double(),
+    }
+    posteriors = {name: lapis.laplace(model, (x, y), "regression") for name, model in models.items()}
+    table = lapis.compare(posteriors)
+    evidence = {name: float(p.log_evidence()) for name, p in posteriors.items()}
+    assert dict(zip(table.names, table.log_evidence, strict=True)) == pytest.approx(evidence)
+    assert table.best == max(evidence, key=evidence.__getitem__)
+    assert max(table.difference) == 0.0
+    assert sum(table.probability) == pytest.approx(1.0)
+    assert str(table).splitlines()[1].startswith(table.best)
+    assert lapis.compare(list(posteriors.values())).names == ("0", "1")
+
+
+def test_posteriors_of_other_data_are_refused() -> None:
+    x, y = sine()
+    model = nn.Linear(1, 1).double()
+    one = lapis.laplace(model, (x, y), "regression")
+    with pytest.raises(lapis.DataError, match="different data"):
+        lapis.compare([one, lapis.laplace(model, (x, y + 0.01), "regression")])
+    with pytest.raises(lapis.DataError, match="different data"):
+        lapis.compare([one, lapis.laplace(model, (x[:-1], y[:-1]), "regression")])
+    order = torch.randperm(len(x))
+    lapis.compare([one, lapis.laplace(model, (x[order], y[order]), "regression", batch_size=7)])
+    lapis.compare([one, lapis.laplace(nn.Linear(1, 1), (x.float(), y.float()), "regression")])
+
+
+def test_updated_posteriors_compare_with_those_fitted_at_once() -> None:
+    x, y = sine()
+    model = nn.Linear(1, 1).double()
+    parts = lapis.laplace(model, (x[:9], y[:9]), "regression").update((x[9:], y[9:]))
+    assert lapis.compare([parts, lapis.laplace(model, (x, y), "regression")]).difference == pytest.approx((0, 0))
+
+
+def test_evidences_of_other_kinds_are_refused() -> None:
+    x, y = sine()
+    one = lapis.laplace(nn.Linear(1, 1).double(), (x, y), "regression")
+    for other in (one.with_temperature(0.5), one.at_tangent_mode((x, y))):
+        with pytest.raises(lapis.OptionError, match="different kinds"):
+            lapis.compare([one, other])
+    with pytest.raises(lapis.OptionError):
+        lapis.compare([])
