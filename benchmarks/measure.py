@@ -35,6 +35,8 @@ CONTENDERS = (OURS, *peers.BACKENDS)
 TIME_LIMIT = 60.0
 """Seconds after which a run, or what it starts from, is cut off."""
 MEMORY_LIMIT = 8 * 2**30
+BUSY_LIMIT = 480.0
+"""The same on a busy machine."""
 SLOW = 8.0
 """A run longer than this is not repeated: its first time counts."""
 SHORTEST = 0.02
@@ -133,6 +135,7 @@ class Worker:
 
     def __init__(self, busy: bool, contender: str, case: str, job: str, examples: int | None = None) -> None:
         self.connection, theirs = _context.Pipe()
+        self.limit = BUSY_LIMIT if busy else TIME_LIMIT
         arguments = (theirs, busy, contender, case, job, examples)
         self.process = _context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
@@ -140,9 +143,9 @@ class Worker:
         self._receive("preparing")
 
     def _receive(self, doing: str) -> Any:
-        if not self.connection.poll(TIME_LIMIT):
+        if not self.connection.poll(self.limit):
             self.close()
-            raise Failed(f"cut off after {TIME_LIMIT:.0f} s of {doing}")
+            raise Failed(f"cut off after {self.limit:.0f} s of {doing}")
         try:
             answer = self.connection.recv()
         except EOFError:

@@ -42,7 +42,7 @@ def report(name: str, text: str, chosen: argparse.Namespace) -> None:
     seconds = time.perf_counter() - chosen.started
     run = f"`python experiments/{name}.py{' --quick' if chosen.quick else ''}`"
     text = f"{text}\n\n{run}, seed {chosen.seed}, {seconds:.0f} s on {torch.get_num_threads()} thread(s).\n"
-    print(text)
+    print(text)  # noqa: T201
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}{'_quick' if chosen.quick else ''}.md").write_text(text, encoding="utf-8")
 

@@ -102,13 +102,14 @@ def main() -> None:
         grid[:, 0], mean - 2 * inner, mean + 2 * inner, color=COLOURS[0], alpha=0.3, lw=0, label="function"
     )
     axes[1].plot(grid[:, 0], mean, color=COLOURS[0])
-    axes[1].legend(fontsize=8, loc="lower right")
+    axes[1].legend(fontsize=8, loc="lower left")
     axes[2].plot(widths, evidences, "o-", color=COLOURS[0])
     axes[2].set(title="width chosen by evidence", xlabel="hidden units", xticks=widths)
     axes[2].set_ylabel("log evidence", color=COLOURS[0])
     other = axes[2].twinx()
     other.plot(widths, errors, "s--", color=COLOURS[1])
     other.set_ylabel("test error (RMS)", color=COLOURS[1])
+    figure.tight_layout()
     save(figure, "mackay", chosen)
 
     head = ("hidden", "weights", "log evidence", "gamma", "noise", "test RMSE", "unregularised test RMSE")

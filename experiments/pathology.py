@@ -1,9 +1,9 @@
 """The pathology and its cure: a batch-normalised network in one dimension, and the evidence at t and at theta*.
 
 A network with two hidden layers of 48 units with batch norm (2,593 weights) is trained by least squares, without any
-prior, as such networks are. Its weights t are no mode of anything, and their length is arbitrary. The evidence taken at t
-then tunes the prior precision to |t|^2, which says nothing about the data, and the error bars are absurd. Taken at the
-mode theta* of the tangent linear model it does not care.
+prior, as such networks are. Its weights t are no mode of anything, and their length is arbitrary. The evidence taken at
+t then tunes the prior precision to |t|^2, which says nothing about the data, and the error bars are absurd. Taken at
+the mode theta* of the tangent linear model it does not care.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ WIDTH = 48
 
 def sample(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Two clusters with a gap between them."""
-    x = torch.cat([-1.3 + 0.8 * torch.rand(n // 2, 1, generator=generator), 0.4 + 0.9 * torch.rand(n - n // 2, 1, generator=generator)])  # fmt: skip
+    left = torch.rand(n // 2, 1, generator=generator)
+    right = torch.rand(n - n // 2, 1, generator=generator)
+    x = torch.cat([-1.3 + 0.8 * left, 0.4 + 0.9 * right])
     return x, truth(x) + NOISE * torch.randn(n, 1, generator=generator)
 
 
@@ -78,7 +80,8 @@ def main() -> None:
         precision = ", ".join(f"{value:.3g}" for value in result.weight_prior.precision.tolist())
         prediction = result.predict(new[0])
         inside = float(prediction.epistemic_variance.sqrt().mean())
-        rows.append((name, precision, f"{float(result.effective_parameters()):.1f}", f"{float(result.log_evidence()):.1f}",
+        gamma, evidence = float(result.effective_parameters()), float(result.log_evidence())
+        rows.append((name, precision, f"{gamma:.1f}", f"{evidence:.1f}",
                      f"{inside:.3f}", f"{float(result.predict(gap).epistemic_variance.sqrt().mean()):.3f}",
                      f"{float(prediction.log_prob(new[1]).mean()):.3f}"))  # fmt: skip
     for axis, precision in zip(axes[1], (1e-2, 1.0, 1e2), strict=False):
@@ -114,7 +117,8 @@ def main() -> None:
         f"{posterior.n_weights} weights, {len(data[0])} data, noise {NOISE} known; "
         f"an honest test log likelihood is near {-math.log(NOISE) - 0.5 * math.log(2 * math.pi) - 0.5:.2f}.\n\n"
         f"{table(head, rows)}\n\nEvidence and test log likelihood for fixed precisions:\n\n{scan}\n\n"
-        f"Of these the evidence at t prefers {best['t']:g}, the evidence at theta* {best['theta*']:g}, new data {best['test']:g}."
+        f"Of these the evidence at t prefers {best['t']:g}, the evidence at theta* {best['theta*']:g}, "
+        f"new data {best['test']:g}."
     )
     report("pathology", text, chosen)
 

@@ -490,6 +490,16 @@ def sampled_curvature_of_a_custom_likelihood(model: nn.Sequential) -> Act:
     return lambda: fit(model, likelihood=lapis.Custom(lambda f, y: (f - y).square().sum(-1)), curvature="sampled")
 
 
+@bad(LikelihoodError, "In batch 1", "overflows", "800")
+def a_rate_that_overflows_in_a_later_batch(model: nn.Sequential) -> Act:
+    network = nn.Sequential(nn.Linear(3, 2)).to(F64)
+    with torch.no_grad():
+        network[0].weight.fill_(1.0)
+        network[0].bias.zero_()
+    counts = torch.ones(6, 2)
+    return lambda: fit(network, [(X, counts), (torch.full((6, 3), 800 / 3, dtype=F64), counts)], "poisson")
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Structures and memory
 

@@ -396,6 +396,15 @@ def test_rescaling_a_normalised_group_is_felt_unless_it_has_its_own_precision(no
         assert float(change) > 0.05, "one precision should have felt the scale"
 
 
+def test_mode_that_was_not_reached_is_told() -> None:
+    model, x, y = CASES["classification"]()
+    posterior = lapis.laplace(model, (x, y), "classification", structure="diagonal")
+    with pytest.warns(lapis.LapisWarning, match="mode was not reached: 3 passes"):
+        found = posterior.at_tangent_mode((x, y), max_products=3)
+    assert found.tangent is not None
+    assert not found.tangent.converged
+
+
 def test_other_data_than_those_of_the_fit_are_refused() -> None:
     x, y = sine()
     posterior = lapis.laplace(mlp(), (x, y), "regression")

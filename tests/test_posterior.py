@@ -467,6 +467,17 @@ def test_sampled_predictions_are_those_of_sampled_networks() -> None:
     assert close(prediction.epistemic_variance, outputs.var(0, unbiased=False).detach())
 
 
+@every_structure
+def test_predictions_do_not_depend_on_their_batch(structure: str) -> None:
+    posterior = fit(lively(), structure=structure)
+    whole = posterior.predict(X)
+    for n in (0, 7):
+        alone = posterior.predict(X[n : n + 1])
+        assert close(alone.mean, whole.mean[n : n + 1])
+        assert close(alone.f_covariance, whole.f_covariance[n : n + 1])
+        assert close(alone.log_prob(Y[n : n + 1]), whole.log_prob(Y)[n : n + 1])
+
+
 def test_predictions_hold_as_much_covariance_as_asked_for() -> None:
     posterior = fit()
     full, diagonal, joint = (

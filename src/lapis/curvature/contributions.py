@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lapis.curvature.products import gram
+from lapis.curvature.products import half_gram
 
 CHUNK_BYTES = 16 * 2**20
 """Largest explicit piece of a Jacobian held while contracting it; about the size of a last-level cache."""
@@ -149,24 +149,26 @@ class Outer:
         return replace(self, a=self.a.mean(2, keepdim=True), g=self.g.sum(3, keepdim=True))
 
     def input_moment(self) -> Tensor:
-        """sum over examples and positions of a a^T, (K, I, I)."""
+        """The lower triangle of the sum over examples and positions of a a^T, (K, I, I)."""
         a = self.a.flatten(1, 2)
-        moment = a.new_empty(a.shape[0], self.columns, self.columns)
+        if not self.bias and len(a) == 1:
+            return half_gram(a[0])[None]
+        moment = a.new_zeros(a.shape[0], self.columns, self.columns)
         for group, each in enumerate(a):
             width = each.shape[1]
-            moment[group, :width, :width] = gram(each)
+            moment[group, :width, :width] = half_gram(each)
             if self.bias:
-                moment[group, -1, :width] = moment[group, :width, -1] = each.sum(0)
+                moment[group, -1, :width] = each.sum(0)
                 moment[group, -1, -1] = each.shape[0]
         return moment
 
     def gradient_moment(self) -> Tensor:
-        """sum over seeds, examples and positions of g g^T, (K, O, O)."""
+        """The lower triangle of the sum over seeds, examples and positions of g g^T, (K, O, O)."""
         channels_first = self.g.stride(-2) == 1 and self.g.shape[-2] > 1
         if channels_first and self.g.shape[-1] <= NARROW:
             images = self.g.flatten(1, 2)
-            return torch.stack([torch.bmm(each.mT, each).sum(0) for each in images])
-        return torch.stack([gram(each) for each in self.g.flatten(1, 3)])
+            return torch.stack([torch.bmm(each.mT, each).sum(0).tril() for each in images])
+        return torch.stack([half_gram(each) for each in self.g.flatten(1, 3)])
 
     @property
     def positions(self) -> int:
@@ -237,8 +239,8 @@ class Lookup:
         return replace(self, g=outputs[0].mT @ self.g)
 
     def gradient_moment(self) -> Tensor:
-        g = self.g.permute(2, 0, 1, 3).flatten(1)
-        return (g @ g.T)[None]
+        """The lower triangle of the sum over seeds, examples and positions of g g^T, (1, O, O)."""
+        return half_gram(self.g.permute(0, 1, 3, 2).flatten(0, 2))[None]
 
     def counts(self) -> Tensor:
         """How often each row was looked up, (V,)."""

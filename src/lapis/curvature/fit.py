@@ -86,6 +86,7 @@ def _add(
         record = curvature.tape.record(batch.inputs)
         f = record.f.detach()
         check_outputs(f, curvature.outputs, batch.where)
+        likelihood.check_outputs(f)
         targets = likelihood.targets(batch.targets, f, record.raw_shape)
     curvature.statistics = curvature.statistics + likelihood.statistics(f, targets).to(curvature.statistics.device)
     curvature.n_data += len(batch)
@@ -97,7 +98,7 @@ def _add(
         return
     at_once = seeds_at_once(curvature, len(batch), work) if record.batched() else 1
     for number, seeds in enumerate(_seeds(curvature, likelihood, f, targets, generator, at_once)):
-        contributions = record.contributions(seeds)
+        contributions = record.contributions(seeds.detach())  # a noise may have a graph: sums over data have none
         for block, places in zip(curvature.blocks, curvature.places, strict=True):
             block.accumulate([contributions[place] for place in places], first=number == 0)
 

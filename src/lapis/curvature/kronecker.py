@@ -16,13 +16,17 @@ from torch import Tensor
 
 from lapis.curvature.block import Block, BlockGaussian, site_precision
 from lapis.curvature.contributions import Contribution, Lookup, Rows
+from lapis.curvature.products import symmetric
 from lapis.curvature.sites import Site
 from lapis.errors import ModelError, PriorError
 from lapis.priors import WeightPrior
 
 
 class KroneckerBlock(Block):
-    """Sums behind A (K, I, I), or its diagonal (V,) for look-ups, and G (K, O, O), one pair for each of K groups."""
+    """Sums behind A (K, I, I), or its diagonal (V,) for look-ups, and G (K, O, O), one pair for each of K groups.
+
+    Of the symmetric sums only the lower triangles are filled.
+    """
 
     kind = "kronecker"
 
@@ -66,13 +70,14 @@ class KroneckerBlock(Block):
             )
 
     def mean_inputs(self) -> Tensor:
-        """A."""
-        return self.inputs / self.positions.clamp(min=1)
+        """A, or its diagonal for look-ups."""
+        mean = self.inputs / self.positions.clamp(min=1)
+        return mean if self.site.kind == "lookup" else symmetric(mean)
 
     def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Eigenvalues and vectors of G, then of A (no vectors for look-ups: A is diagonal); computed once."""
         if self._eigen is None:
-            values, vectors = torch.linalg.eigh(self.gradients)
+            values, vectors = torch.linalg.eigh(symmetric(self.gradients))
             inputs = self.mean_inputs()
             if self.site.kind == "lookup":
                 self._eigen = (values.clamp(min=0), vectors, inputs[None], None)

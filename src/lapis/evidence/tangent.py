@@ -21,7 +21,7 @@ from lapis.priors import WeightPrior
 
 Solve = Callable[[Tensor], Tensor]
 
-FEW_OUTPUTS = 2000
+FEW_OUTPUTS = 500
 """Up to this many outputs in all, and half as many as weights, the preconditioner is exact, in the outputs' space."""
 
 
@@ -43,10 +43,24 @@ class TangentMode:
 
 
 class TangentProblem:
-    """The data of the tangent model: targets, outputs at t, and Jacobian products."""
+    """The data of the tangent model: targets, outputs at t, Jacobian products; and how far to solve it.
 
-    def __init__(self, products: Products, likelihood: Likelihood, batches: Sequence[Batch], centre: Tensor) -> None:
-        self.products, self.centre = products, centre.double()
+    The tolerance, in nats times the loss where that is above one, is 1e-16 for a float64 network when not given, and
+    1e-5 for float32, whose products are no more exact.
+    """
+
+    def __init__(
+        self,
+        products: Products,
+        likelihood: Likelihood,
+        batches: Sequence[Batch],
+        centre: Tensor,
+        tolerance: float | None = None,
+        max_products: int = 2000,
+    ) -> None:
+        self.products, self.centre, self.max_products = products, centre.double(), max_products
+        exact = products.network.dtype == torch.float64
+        self.tolerance = tolerance if tolerance is not None else 1e-16 if exact else 1e-5
         self.targets = [
             likelihood.targets(batch.targets, f, shape)
             for batch, f, shape in zip(batches, products.outputs, products.shapes, strict=True)
@@ -60,22 +74,16 @@ class TangentProblem:
         precondition: Solve,
         *,
         start: Tensor | None = None,
-        tolerance: float | None = None,
         max_iterations: int = 50,
-        max_products: int = 2000,
     ) -> TangentMode:
-        """Newton steps from `start` (t when not given) until `remaining` is at most `tolerance` nats.
-
-        The tolerance is 1e-16 for a float64 network, 1e-5 for float32, whose products are no more exact, both times
-        the loss where that is above one.
-        """
+        """Newton steps from `start` (t when not given) until `remaining` is at most the tolerance."""
         precondition = self._few_outputs(likelihood, prior, temperature) or precondition
-        exact = self.products.network.dtype == torch.float64
+        max_products = self.max_products
         loss = _Loss(self, likelihood, prior, temperature)
         theta = self.centre if start is None else start
         f = loss.outputs(theta)
         value = loss.value(f, theta)
-        nats = (tolerance if tolerance is not None else 1e-16 if exact else 1e-5) * max(1.0, abs(value))
+        nats = self.tolerance * max(1.0, abs(value))
         products, remaining, reason = 1, float("inf"), f"{max_iterations} Newton steps were not enough"
         iteration = 0
         for iteration in range(max_iterations + 1):

@@ -144,13 +144,18 @@ class Categorical(Likelihood):
         return self._masked(p - torch.nn.functional.one_hot(self._safe(y), f.shape[-1]).to(p), y)
 
     def factor(self, f: Tensor, y: Tensor) -> Tensor:
-        """S = diag(sqrt p) - p sqrt(p)^T, so that S S^T = diag(p) - p p^T.
+        """The Cholesky factor of diag(p) - p p^T, (B, T, C, C - 1): a column fewer than outputs, so a pass fewer back.
 
-        Rounding of 1 - p on the diagonal does not matter: there S S^T lives on the off-diagonal entries of S.
+        With tails r_j = p_j + ... + p_C it is S[j, j] = sqrt(p_j r_{j+1} / r_j), and below it
+        S[i, j] = -p_i sqrt(p_j / (r_j r_{j+1})), in logarithms, where the tails of confident networks do not underflow.
         """
         log_p = f.log_softmax(-1)
-        p, root = log_p.exp(), (0.5 * log_p).exp()
-        s = torch.diag_embed(root) - p.unsqueeze(-1) * root.unsqueeze(-2)
+        tails = log_p.flip(-1).logcumsumexp(-1).flip(-1)
+        here, below = tails[..., :-1], tails[..., 1:]
+        scale = 0.5 * (log_p[..., :-1] - here - below)
+        diagonal = torch.exp(0.5 * (log_p[..., :-1] + below - here))
+        s = -torch.exp(log_p.unsqueeze(-1) + scale.unsqueeze(-2)).tril(-1)
+        s.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
         return s if y.is_floating_point() else torch.where(self._counts(y)[..., None, None], s, 0.0)
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:

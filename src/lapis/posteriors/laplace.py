@@ -235,8 +235,8 @@ class LaplacePosterior:
         `at_tangent_mode(data).tune()` goes to the joint optimum of theta*, prior and noise.
         """
         self._check_model()
-        problem = tuning.tangent_problem(self, data, batch_size)
-        return tuning.at_mode(self, problem, None, tolerance, max_products)
+        problem = tuning.tangent_problem(self, data, batch_size, tolerance, max_products)
+        return tuning.checked(tuning.at_mode(self, problem))
 
     @property
     def mode(self) -> Tensor | None:

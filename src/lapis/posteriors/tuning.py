@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lapis.batches import batches, digest
 from lapis.curvature.dense import DenseBlock
-from lapis.errors import DataError, OptionError
+from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.evidence import Products, TangentProblem
 from lapis.evidence import tune as maximise
 from lapis.priors import Groups, Prior
@@ -44,7 +45,20 @@ def tune(
     best, tuning = maximise(
         candidate, start, names, prior.sizes(), method=method, max_iterations=max_iterations, tolerance=tolerance
     )
-    return replace(candidate(best), tuning=tuning)
+    return checked(replace(candidate(best), tuning=tuning))
+
+
+def checked(posterior: LaplacePosterior) -> LaplacePosterior:
+    """The posterior itself, after a warning when theta* was not found to the tolerance asked for."""
+    mode = posterior.tangent
+    if mode is not None and not mode.converged:
+        warnings.warn(
+            f"The tangent model's mode was not reached: {mode.reason}; the loss could fall by about {mode.remaining:.2g} "
+            "nats. Raise max_products, or ask for less by tolerance.",
+            LapisWarning,
+            stacklevel=3,
+        )
+    return posterior
 
 
 def _candidates(posterior: LaplacePosterior, count: int, noise: bool) -> Callable[[Tensor], LaplacePosterior]:
@@ -79,8 +93,6 @@ def at_mode(
     posterior: LaplacePosterior,
     problem: TangentProblem | None,
     start: Tensor | None = None,
-    tolerance: float | None = None,
-    max_products: int = 2000,
 ) -> LaplacePosterior:
     """The posterior with theta* under its own prior and noise."""
     assert problem is not None
@@ -92,8 +104,6 @@ def at_mode(
             posterior.temperature,
             frozen.solve,
             start=start,
-            tolerance=tolerance,
-            max_products=max_products,
         )
     return replace(posterior, tangent=mode)
 
@@ -106,7 +116,9 @@ def _detached(posterior: LaplacePosterior) -> LaplacePosterior:
     return replace(posterior, weight_prior=prior, likelihood=likelihood)
 
 
-def tangent_problem(posterior: LaplacePosterior, data: Any, batch_size: int | None) -> TangentProblem:
+def tangent_problem(
+    posterior: LaplacePosterior, data: Any, batch_size: int | None, tolerance: float | None, max_products: int
+) -> TangentProblem:
     """The tangent model of the data that the posterior was fitted to; other data are refused."""
     network = posterior.network
     stream, _ = batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)
@@ -120,7 +132,7 @@ def tangent_problem(posterior: LaplacePosterior, data: Any, batch_size: int | No
             do="pass the training data of the fit (without random augmentation)",
         )
     products = Products(network, posterior.curvature.tape, held, posterior.memory_budget)
-    return TangentProblem(products, posterior.likelihood, held, posterior.mean)
+    return TangentProblem(products, posterior.likelihood, held, posterior.mean, tolerance, max_products)
 
 
 def regrouped(posterior: LaplacePosterior, groups: Groups) -> LaplacePosterior:
