@@ -5,12 +5,18 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 LOG := $(VENV)/install.log
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+BENCH_VENV := .venv-bench
+BENCH_BIN := $(BENCH_VENV)/bin
+BENCH_READY := $(BENCH_VENV)/.installed
+BENCH_LOG := $(BENCH_VENV)/install.log
+BENCH_PIP := $(BENCH_BIN)/python -m pip --disable-pip-version-check --no-input
 CHECK_PYTHON := import sys; sys.version_info >= (3, 10) or sys.exit("Lapis needs Python >= 3.10. \
 	Got: " + sys.version.split()[0] + ". Do: make PYTHON=<a newer python3> ...")
 
@@ -20,11 +26,12 @@ export PIP_REQUIRE_VIRTUALENV := 1
 export PIP_USER := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo format clean
+.PHONY: help test demo bench format clean
 
 help:
 	@echo "make test    set up, then lint, type check, import contracts and tests (PYTEST_ARGS=... goes to pytest)"
 	@echo "make demo    set up, then run 'lapis demo' (DEMO_ARGS=... goes to it)"
+	@echo "make bench   set up the peers beside Lapis in .venv-bench, then measure both (BENCH_ARGS=--help tells more)"
 	@echo "make format  rewrite the code the way 'make test' wants it"
 	@echo "make clean   remove .venv and everything else that make and the tools created"
 
@@ -43,6 +50,9 @@ test: $(READY)
 demo: $(READY)
 	@$(BIN)/lapis demo $(DEMO_ARGS)
 
+bench: $(BENCH_READY)
+	@$(BENCH_BIN)/python -m benchmarks $(BENCH_ARGS)
+
 format: $(READY)
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
 
@@ -57,6 +67,16 @@ $(READY): pyproject.toml constraints.txt
 	   exit 1; }
 	@touch $@
 
+$(BENCH_READY): pyproject.toml constraints.txt benchmarks/requirements.txt
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	@echo "== setting up $(BENCH_VENV): a few minutes the first time (log: $(BENCH_LOG))"
+	@$(PYTHON) -m venv $(BENCH_VENV)
+	@{ $(BENCH_PIP) install -c constraints.txt pip setuptools && \
+	   $(BENCH_PIP) install -c constraints.txt --no-build-isolation --editable . && \
+	   $(BENCH_PIP) install --no-deps -r benchmarks/requirements.txt; } >$(BENCH_LOG) 2>&1 || \
+	 { grep -v ^WARNING $(BENCH_LOG) | tail -n 40; echo "Installation failed."; exit 1; }
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(BENCH_VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -97,9 +98,13 @@ def problem(case: Case, examples: int | None = None) -> Problem:
 
 def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), activation()]
     return nn.Sequential(*layers[:-1])
+
+
+def regressor() -> nn.Sequential:
+    return mlp(1, 50, 50, 1, activation=nn.Tanh)
 
 
 def lenet() -> nn.Sequential:
@@ -137,7 +142,7 @@ class Residual(nn.Module):
 
 
 def resnet(widths: tuple[int, ...], blocks: int, outputs: int = 10) -> nn.Sequential:
-    """ResNet-20 for widths (16, 32, 64) and 3 blocks, ResNet-18 for (64, 128, 256, 512) and 2."""
+    """Stages of so many residual blocks, each of another width and, but for the first, half the resolution."""
     layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()]
     inputs = widths[0]
     for stage, width in enumerate(widths):
@@ -145,6 +150,14 @@ def resnet(widths: tuple[int, ...], blocks: int, outputs: int = 10) -> nn.Sequen
             layers.append(Residual(inputs, width, 2 if stage > 0 and block == 0 else 1))
             inputs = width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, outputs))
+
+
+def resnet20() -> nn.Sequential:
+    return resnet((16, 32, 64), blocks=3)
+
+
+def resnet18() -> nn.Sequential:
+    return resnet((64, 128, 256, 512), blocks=2)
 
 
 class Transformer(nn.Module):
@@ -167,13 +180,27 @@ PREDICTIONS = ("kron_predict64", "kron_predict256", "kron_predict256_diagonal", 
 REST = ("kron_sample", "kron_evidence", "kron_tune")
 DENSE = ("dense_fit", "dense_predict256", "dense_evidence", "dense_tune")
 
+EVERYTHING = FITS + PREDICTIONS + REST
+LAST = ("last_fit", "last_predict256", "last_predict256_diagonal", "last_sample", "last_evidence", "last_tune")
+LARGE = ("kron_fit", "diag_fit", "last_fit", "diag_predict64", "last_predict256")
+
 CASES = {
-    "a": Case("MLP 784-256-256-10", lambda: mlp(784, 256, 256, 10), (784,), 10, 2000, 250, 60, FITS + PREDICTIONS + REST),
-    "b": Case("LeNet, 62k weights", lenet, (1, 28, 28), 10, 1000, 125, 40, FITS + PREDICTIONS + REST),
-    "c": Case("ResNet-20, 272k weights", lambda: resnet((16, 32, 64), 3), (3, 32, 32), 10, 256, 64, 8, FITS + PREDICTIONS + REST),
-    "d": Case("regression MLP 1-50-50-1", lambda: mlp(1, 50, 50, 1, activation=nn.Tanh), (1,), 1, 200, 200, 200, FITS + DENSE + REST, "regression"),
-    "e": Case("Transformer, 16 tokens", Transformer, (TOKENS,), 10, 512, 64, 16, FITS + PREDICTIONS + REST, tokens=True),
-    "f": Case("last layer, 512 features, 100 classes", lambda: mlp(64, 512, 100), (64,), 100, 1000, 125, 40, ("last_fit", "last_predict256", "last_predict256_diagonal", "last_sample", "last_evidence", "last_tune")),
-    "g": Case("ResNet-18, 11.2M weights", lambda: resnet((64, 128, 256, 512), 2), (3, 32, 32), 10, 64, 16, 1, ("kron_fit", "diag_fit", "last_fit", "diag_predict64", "last_predict256")),
+    "a": Case("MLP 784-256-256-10", lambda: mlp(784, 256, 256, 10), (784,), 10, 2000, 250, 60, EVERYTHING),
+    "b": Case("LeNet, 62k weights", lenet, (1, 28, 28), 10, 1000, 125, 40, EVERYTHING),
+    "c": Case("ResNet-20, 272k weights", resnet20, (3, 32, 32), 10, 256, 64, 8, EVERYTHING),
+    "d": Case(
+        "regression MLP 1-50-50-1", regressor, (1,), 1, 200, 200, 200, FITS + DENSE + REST, likelihood="regression"
+    ),
+    "e": Case("Transformer, 16 tokens", Transformer, (TOKENS,), 10, 512, 64, 16, EVERYTHING, tokens=True),
+    "f": Case("512 features, 100 classes", lambda: mlp(64, 512, 100), (64,), 100, 1000, 125, 40, LAST),
+    "g": Case("ResNet-18, 11.2M weights", resnet18, (3, 32, 32), 10, 64, 16, 1, LARGE),
     "h": Case("CNN, 5k weights", small_cnn, (1, 16, 16), 10, 500, 125, 40, DENSE),
-}  # fmt: skip
+}
+
+
+def find(name: str) -> Case:
+    """One of the cases, or `outputs-C`: a network with C outputs, for growth in C."""
+    if name in CASES:
+        return CASES[name]
+    outputs = int(name.removeprefix("outputs-"))
+    return Case(f"MLP 256-256-{outputs}", lambda: mlp(256, 256, outputs), (256,), outputs, 500, 125, 0, ())

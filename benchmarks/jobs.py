@@ -22,10 +22,12 @@ MOST_ENTRIES = 20_000
 
 ACTIONS = {
     "fit": "{} fit",
+    "sampled": "{} fit, sampled curvature",
     "ready": "{} fit and log evidence",
     "predict64": "linearised prediction, {}, 64 points",
     "predict256": "linearised prediction, {}, 256 points",
-    "predict256_diagonal": "the same, variances only",
+    "predict256_diagonal": "linearised prediction, {}, 256 points, variances only",
+    "predict_all": "linearised prediction, {}, all points, variances only",
     "sample": f"{SAMPLES} sampled networks, {{}}, 256 points",
     "evidence": "log evidence and its gradient, {}",
     "tune": "tuning the prior, {}",
@@ -70,23 +72,23 @@ def prepare(job: str, problem: Problem) -> Task:
         "last": {"structure": "kronecker", "bias": "separate", "weights": "last_layer"},
     }[structure]
 
+    options["curvature"] = "sampled" if action == "sampled" else "exact"
+
     def fit() -> lapis.LaplacePosterior:
-        return lapis.laplace(
-            problem.model, problem.batches, problem.case.likelihood, curvature="exact", progress=False, **options
-        )
+        return lapis.laplace(problem.model, problem.batches, problem.case.likelihood, progress=False, **options)
 
     def ready() -> tuple[lapis.LaplacePosterior, Tensor]:
         posterior = fit()
         return posterior, posterior.log_evidence()
 
-    if action == "fit":
+    if action in ("fit", "sampled"):
         return Task(fit, lambda posterior: posterior.marginal_variance())
     if action == "ready":
         return Task(ready, lambda result: result[1])
     posterior, _ = ready()
     if action.startswith("predict"):
-        x = problem.points(points(action))
-        covariance = "diagonal" if action.endswith("diagonal") else "full"
+        x = problem.batches.dataset.tensors[0] if action == "predict_all" else problem.points(points(action))
+        covariance = "full" if action in ("predict64", "predict256") else "diagonal"
 
         def moments_or_probabilities(prediction: Any) -> Tensor:
             if problem.case.likelihood == "regression":

@@ -26,7 +26,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from benchmarks import jobs, peers
-from benchmarks.cases import CASES, problem
+from benchmarks.cases import find, problem
 
 THREADS = 2
 OURS, EPOCH = "lapis", "epoch"
@@ -91,7 +91,7 @@ def _growth(task: jobs.Task, clock: Clock) -> tuple[Any, float, int]:
 
 
 def _prepare(contender: str, case: str, job: str, examples: int | None) -> jobs.Task:
-    made = problem(CASES[case], examples)
+    made = problem(find(case), examples)
     if contender == EPOCH:
         return jobs.Task(made.epoch, lambda _: None)
     if contender == OURS:

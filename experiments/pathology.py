@@ -91,8 +91,7 @@ def main() -> None:
     for name, colour in (("t", COLOURS[1]), ("theta*", COLOURS[0])):
         last.plot(precisions, curves[name], "o-", ms=4, color=colour, label=f"evidence at {name}")
     last.set(xscale="log", xlabel="prior precision", ylabel="log evidence", title="what each evidence prefers")
-    low = min(curves["theta*"]) - 200
-    last.set_ylim(max(low, min(curves["t"])), max(curves["theta*"]) + 60)
+    last.set_ylim(max(curves["theta*"]) - 250, max(curves["theta*"]) + 20)
     other = last.twinx()
     other.plot(precisions, curves["test"], "k:", label="test log likelihood")
     other.set_ylabel("test log likelihood (nats per point)")

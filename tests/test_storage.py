@@ -85,7 +85,7 @@ def reloaded(posterior: Any, model: nn.Module, folder: Path, likelihood: Any = N
     ["mlp_gaussian", "mlp_gaussian_per_output", "mlp_categorical", "mlp_soft_labels", "mlp_bernoulli", "mlp_poisson",
      "mlp_heteroscedastic", "mlp_custom", "conv2d_grouped", "conv_transpose2d_grouped", "embedding_padding",
      "batch_norm2d", "self_attention", "attention_separate", "lstm", "tied_linears", "raw_parameters",
-     "weight_norm", "frozen_weights", "pixels_categorical", "dictionary_input"],
+     "transposed_tie", "weight_norm", "frozen_weights", "pixels_categorical", "dictionary_input"],
 )  # fmt: skip
 @every_structure
 def test_a_loaded_posterior_is_the_saved_one(name: str, structure: str, tmp_path: Path) -> None:
@@ -178,6 +178,19 @@ def test_changes_since_the_fit_survive(structure: str, tmp_path: Path) -> None:
     assert torch.equal(posterior.tune().log_evidence(), loaded.tune().log_evidence())
     twice = reloaded(loaded, model, tmp_path)
     assert_same(posterior, twice, X)
+
+
+def test_the_way_positions_share_weights_survives(tmp_path: Path) -> None:
+    """It matters when more data come."""
+    case = CASES["deep_linear_pooled"]
+    model, batch = case.make_model(), case.make_batch()
+    posterior, other = (
+        lapis.laplace(model, [batch], case.likelihood.build(), structure="kronecker", sharing=sharing)
+        for sharing in ("reduce", "expand")
+    )
+    loaded = reloaded(posterior, model, tmp_path)
+    assert torch.equal(loaded.update([batch]).precision(), posterior.update([batch]).precision())
+    assert not torch.equal(loaded.update([batch]).precision(), other.update([batch]).precision())
 
 
 def test_a_large_raw_parameter_survives(tmp_path: Path) -> None:

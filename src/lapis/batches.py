@@ -21,7 +21,7 @@ from lapis.errors import DataError, LikelihoodError
 Inputs: TypeAlias = Any
 """A tensor, a tuple of inputs, or a mapping from names to inputs."""
 
-DEFAULT_BATCH_SIZE = 256
+DEFAULT_BATCH_SIZE = 512
 
 DIGEST_ENTRIES = 24
 """Numbers of each example that its fingerprint looks at."""

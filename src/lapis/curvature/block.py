@@ -65,7 +65,7 @@ class BlockGaussian(ABC):
 
     @abstractmethod
     def color(self, noise: Tensor) -> Tensor:
-        """White noise (n, size) turned into draws."""
+        """White noise (n, size), in any floating dtype, turned into draws."""
 
     @abstractmethod
     def multiply(self, vectors: Tensor) -> Tensor:

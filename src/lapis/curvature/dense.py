@@ -91,7 +91,7 @@ class DenseGaussian(BlockGaussian):
         return 2 * self.factor().diagonal().log().sum()
 
     def color(self, noise: Tensor) -> Tensor:
-        draws: Tensor = torch.linalg.solve_triangular(self.factor().mT, noise.T, upper=True)
+        draws: Tensor = torch.linalg.solve_triangular(self.factor().mT, noise.double().T, upper=True)
         return draws.T
 
     def multiply(self, vectors: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class DiagonalGaussian(BlockGaussian):
         return self.precision.log().sum()
 
     def color(self, noise: Tensor) -> Tensor:
-        return noise * self.precision.reshape(-1).rsqrt()
+        return noise * self.precision.reshape(-1).rsqrt().to(noise.dtype)
 
     def multiply(self, vectors: Tensor) -> Tensor:
         return vectors * self.precision.reshape(-1)

@@ -22,7 +22,7 @@ from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.progress import track
 
-WORK_BYTES = 256 * 2**20
+WORK_BYTES = 64 * 2**20
 """Working memory that one pass aims at, when the budget allows it."""
 
 

@@ -112,83 +112,74 @@ class KroneckerBlock(Block):
 
 
 class KroneckerGaussian(BlockGaussian):
-    """Precision (Q_G (x) W) diag(eigenvalues) (Q_G (x) W)^T, W = D^1/2 Q_A, or Q_A when the prior is one number."""
+    """Precision (Q_G (x) W) diag(eigenvalues) (Q_G (x) W)^T, so covariance (Q_G (x) R) diag(1 / eigenvalues) (...)^T.
+
+    With one prior precision W = R = Q_A; with one for each input column, D, W = D^1/2 Q_A and R = D^-1/2 Q_A. For
+    look-ups W and R are the identity, written None.
+    """
 
     def __init__(self, block: KroneckerBlock, prior: Tensor, scale: Tensor) -> None:
         self.block, self.prior = block, prior
         values_g, self.outputs, values_a, vectors_a = block.eigen()
         if prior.dim() == 0:
-            self.inputs, self.root, shift = vectors_a, None, prior
+            self.forth = self.back = vectors_a
+            shift = prior
         else:
-            self.root = prior.sqrt()
-            values_a, self.inputs = _eigh(block.mean_inputs() / self.root / self.root[:, None])
+            root = prior.sqrt()
+            values_a, vectors = _eigh(block.mean_inputs() / root / root[:, None])
+            self.forth, self.back = vectors * root[:, None], vectors / root[:, None]
             shift = torch.ones((), dtype=torch.float64)
         self.eigenvalues = scale * values_g[:, :, None] * values_a[:, None, :] + shift
+        self._casts: dict[torch.dtype, tuple[Tensor, Tensor, Tensor | None]] = {}
 
     def logdet(self) -> Tensor:
         logdet = self.eigenvalues.log().sum()
-        if self.root is not None:
+        if self.prior.dim():
             groups, outputs, _ = self.block.site.shape
-            logdet = logdet + 2 * groups * outputs * self.root.log().sum()
+            logdet = logdet + groups * outputs * self.prior.log().sum()
         return logdet
+
+    def _cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Variances 1 / eigenvalues, Q_G and R in the network's dtype; kept for the next call."""
+        if dtype not in self._casts:
+            back = None if self.back is None else self.back.to(dtype)
+            self._casts[dtype] = (self.eigenvalues.reciprocal().to(dtype), self.outputs.to(dtype), back)
+        return self._casts[dtype]
 
     def _array(self, vectors: Tensor) -> Tensor:
         return vectors.reshape(*vectors.shape[:-1], *self.block.site.shape)
 
     def color(self, noise: Tensor) -> Tensor:
-        draws = self.outputs @ (self._array(noise) * self.eigenvalues.rsqrt())
-        if self.inputs is not None:
-            draws = draws @ self.inputs.mT
-        if self.root is not None:
-            draws = draws / self.root
-        return draws.flatten(1)
+        variance, outputs, back = self._cast(noise.dtype)
+        draws = outputs @ (self._array(noise) * variance.sqrt())
+        return (draws if back is None else draws @ back.mT).flatten(1)
+
+    def _through(self, vectors: Tensor, values: Tensor, basis: Tensor | None) -> Tensor:
+        """(Q_G (x) basis) diag(values) (Q_G (x) basis)^T times vectors."""
+        array = self._array(vectors)
+        array = self.outputs.mT @ (array if basis is None else array @ basis)
+        array = self.outputs @ (values * array)
+        return (array if basis is None else array @ basis.mT).flatten(1)
 
     def multiply(self, vectors: Tensor) -> Tensor:
-        array = self._array(vectors)
-        if self.root is not None:
-            array = array * self.root
-        if self.inputs is not None:
-            array = array @ self.inputs
-        array = self.outputs @ (self.eigenvalues * (self.outputs.mT @ array))
-        if self.inputs is not None:
-            array = array @ self.inputs.mT
-        if self.root is not None:
-            array = array * self.root
-        return array.flatten(1)
+        return self._through(vectors, self.eigenvalues, self.forth)
 
     def solve(self, vectors: Tensor) -> Tensor:
-        array = self._array(vectors)
-        if self.root is not None:
-            array = array / self.root
-        if self.inputs is not None:
-            array = array @ self.inputs
-        array = self.outputs @ (self.outputs.mT @ array / self.eigenvalues)
-        if self.inputs is not None:
-            array = array @ self.inputs.mT
-        if self.root is not None:
-            array = array / self.root
-        return array.flatten(1)
+        return self._through(vectors, self.eigenvalues.reciprocal(), self.back)
 
     def variance(self) -> Tensor:
         spread = self.outputs.square() @ self.eigenvalues.reciprocal()
-        if self.inputs is not None:
-            spread = spread @ self.inputs.square().mT
-        if self.root is not None:
-            spread = spread / self.root.square()
-        return spread.reshape(-1)
+        return (spread if self.back is None else spread @ self.back.square().mT).reshape(-1)
 
     def _rotated(self, contribution: Contribution) -> tuple[Contribution, Tensor]:
         """The Jacobian in the basis where the covariance is diagonal, and that diagonal."""
-        dtype = contribution.dtype
-        variance, outputs = self.eigenvalues.reciprocal().to(dtype), self.outputs.to(dtype)
+        variance, outputs, back = self._cast(contribution.dtype)
         if isinstance(contribution, Lookup):
             return contribution.rotate(outputs), variance
-        inputs = self.inputs if self.inputs is None or self.root is None else self.inputs / self.root[:, None]
-        inputs = None if inputs is None else inputs.to(dtype)
         if isinstance(contribution, Rows):
-            return contribution.rotate(inputs, outputs, self.block.site.shape), variance
-        assert inputs is not None
-        return contribution.rotate(inputs, outputs), variance
+            return contribution.rotate(back, outputs, self.block.site.shape), variance
+        assert back is not None
+        return contribution.rotate(back, outputs), variance
 
     def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
         rotated, variance = self._rotated(contributions[0])

@@ -120,12 +120,10 @@ class LaplacePosterior:
             raise OptionError("Nothing to sample", expected="a number n >= 1", got=repr(n), do="ask for some draws")
         device = self.network.device
         generator = generator or torch.Generator(device).manual_seed(0)
-        noise = torch.randn(n, self.n_weights, dtype=torch.float64, generator=generator, device=generator.device).to(
-            device
-        )
-        parts = torch.split(noise, [block.size for block in self.curvature.blocks], -1)
-        draws = self._to_flat([gaussian.color(part) for gaussian, part in zip(self.gaussians, parts, strict=True)])
-        return (self.mean.double() + draws).to(self.mean.dtype)
+        noise = torch.randn(n, self.n_weights, dtype=self.mean.dtype, generator=generator, device=generator.device)
+        parts = torch.split(noise.to(device), [block.size for block in self.curvature.blocks], -1)
+        draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self.gaussians, parts, strict=True)]
+        return self._to_flat(draws).add_(self.mean)
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """log q(theta) for weights (P,) or (n, P)."""

@@ -53,8 +53,8 @@ def checked(posterior: LaplacePosterior) -> LaplacePosterior:
     mode = posterior.tangent
     if mode is not None and not mode.converged:
         warnings.warn(
-            f"The tangent model's mode was not reached: {mode.reason}; the loss could fall by about {mode.remaining:.2g} "
-            "nats. Raise max_products, or ask for less by tolerance.",
+            f"The tangent model's mode was not reached: {mode.reason}; the loss could fall by about "
+            f"{mode.remaining:.2g} nats. Raise max_products, or ask for less by tolerance.",
             LapisWarning,
             stacklevel=3,
         )
