@@ -412,6 +412,8 @@ def test_largest_eigenvalue_is_a_close_upper_estimate() -> None:
         matrix = decaying(200, seed, floor=0.1)
         found = solvers.largest_eigenvalue(Operator.from_matrix(matrix), generator=seeded(seed))
         assert 100.1 * (1 - 1e-12) <= found <= 100.2
+        early = Operator.from_matrix(with_spectrum(torch.linspace(1, 2, 200), seed))
+        assert solvers.largest_eigenvalue(early, steps=8, generator=seeded(seed)) >= 2 - 1e-6  # Ritz values lie below
     smallest = Operator.from_matrix(-decaying(50, floor=0.1), "symmetric")
     assert solvers.largest_eigenvalue(smallest, steps=50, generator=seeded()) == pytest.approx(-0.1, abs=0.01)
 

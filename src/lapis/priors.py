@@ -48,7 +48,7 @@ class Prior:
             raise PriorError(
                 "A prior precision is out of range",
                 expected="finite positive precisions",
-                got=", ".join(f"{value:.3g}" for value in precision.detach().unique().tolist()[:5]),
+                got=", ".join(f"{value:.3g}" for value in sorted(set(precision.detach().tolist()))[:5]),
                 do="use a small positive number for a wide prior",
             )
         return WeightPrior(network, labels, group_of, precision.to(network.device), _mean(self.mean, network))
