@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from laplace import Laplace
 from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsGGN
 from torch import Tensor
+from tqdm import tqdm
 
 from benchmarks.cases import Problem
 from benchmarks.jobs import SAMPLES, Task, points, split
 
 BACKENDS = {"curvlinops": CurvlinopsGGN, "backpack": BackPackGGN, "asdl": AsdlGGN}
 """laplace-torch's default first."""
+
+tqdm.set_lock(threading.RLock())  # its default lock holds a semaphore, which a process that is cut off would leak
 
 
 def marginal_variance(fitted: Any, structure: str) -> Tensor:

@@ -736,6 +736,22 @@ def predict_with_changed_weights(model: nn.Sequential) -> Act:
     return lambda: posterior.predict(X)
 
 
+@bad(ModelError, "changed since the fit", "frozen ones too")
+def predict_from_changed_features(model: nn.Sequential) -> Act:
+    posterior = fit(model, weights="last_layer")
+    with torch.no_grad():
+        model[0].bias += 1e-9
+    return lambda: posterior.predict(X)
+
+
+@bad(ModelError, "changed since the fit", "every buffer")
+def predict_after_batch_norm_has_moved(model: nn.Sequential) -> Act:
+    posterior = fit(model)
+    posterior.predict(X)
+    model(X + 1)
+    return lambda: posterior.predict(X)
+
+
 @bad(ModelError, "changed since the fit")
 def update_with_changed_weights(model: nn.Sequential) -> Act:
     posterior = fit(model)

@@ -232,6 +232,22 @@ def test_the_structure_chosen_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert fit(structure="diag").structure == "diagonal"
 
 
+def test_a_network_that_changes_back_can_be_used_again() -> None:
+    model = lively()
+    posterior = fit(model, weights="last_layer")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = posterior.predict(X).variance
+    model(X)  # in train mode: batch norm moves
+    model.load_state_dict(state)
+    assert torch.equal(posterior.predict(X).variance, expected)
+
+
+def test_the_structure_chosen_fits_in_memory() -> None:
+    posterior = fit(memory_budget=10_000)
+    assert posterior.structure == "kronecker"
+    assert "26 weights (too many for dense in memory_budget)" in posterior.summary()
+
+
 def test_sampling_many_outputs_is_said_and_can_be_forbidden() -> None:
     model = nn.Linear(1, 300).to(F64)
     data = (X[:3, :1], torch.arange(3))

@@ -77,7 +77,9 @@ def test_verify_passes_what_holds_and_names_what_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "product", [lambda v: v[:, :2], lambda v: v.float(), lambda v: v / 0, lambda v: v.sum(0)], ids=str
+    "product",
+    [lambda v: v[:, :2], lambda v: v.float(), lambda v: v / 0, lambda v: v.sum(0)],
+    ids=["narrow", "float32", "infinite", "flat"],
 )
 def test_products_of_another_form_are_refused(product: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(StructureError, match="Expected"):
@@ -412,8 +414,8 @@ def test_largest_eigenvalue_is_a_close_upper_estimate() -> None:
         matrix = decaying(200, seed, floor=0.1)
         found = solvers.largest_eigenvalue(Operator.from_matrix(matrix), generator=seeded(seed))
         assert 100.1 * (1 - 1e-12) <= found <= 100.2
-        early = Operator.from_matrix(with_spectrum(torch.linspace(1, 2, 200), seed))
-        assert solvers.largest_eigenvalue(early, steps=8, generator=seeded(seed)) >= 2 - 1e-6  # Ritz values lie below
+        early = solvers.largest_eigenvalue(Operator.from_matrix(matrix), steps=8, generator=seeded(seed))
+        assert 100.1 <= early <= 110  # the Ritz values themselves lie below
     smallest = Operator.from_matrix(-decaying(50, floor=0.1), "symmetric")
     assert solvers.largest_eigenvalue(smallest, steps=50, generator=seeded()) == pytest.approx(-0.1, abs=0.01)
 

@@ -40,6 +40,8 @@ class Network:
         """A few inputs, for questions that only a forward pass answers."""
         self.signature: str | None = None
         """Shapes and dtypes of inputs that are known to work, for messages."""
+        self._known: tuple[list[tuple[int, int]], str] | None = None
+        """The last fingerprint, and torch's counts of writes to each tensor when it was taken."""
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         lazy = [name for name, p in trainable.items() if torch.nn.parameter.is_lazy(p)]
         if lazy:
@@ -209,6 +211,14 @@ class Network:
                     got="NaN or infinity",
                     do="train again with a smaller learning rate, or load a good checkpoint",
                 )
+
+    def holds(self, fingerprint: str) -> bool:
+        """Whether every parameter and buffer is as in the fingerprint; taken anew only after one was written to."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        writes = [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
+        if self._known is None or self._known[0] != writes:
+            self._known = (writes, self.fingerprint())
+        return self._known[1] == fingerprint
 
     def fingerprint(self) -> str:
         """A digest of every parameter and buffer: names, shapes, values."""

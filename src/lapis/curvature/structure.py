@@ -43,9 +43,11 @@ DENSE_COPIES = 3
 def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Structure, str]:
     """The structure meant, and how it was chosen; refused here when it cannot fit in memory."""
     if name == "auto":
-        if weights <= AUTO_DENSE:
+        fits = DENSE_COPIES * 8 * weights**2 <= memory_budget
+        if weights <= AUTO_DENSE and fits:
             return "dense", f"dense, chosen for {weights:,} weights (at most {AUTO_DENSE:,})"
-        return "kronecker", f"kronecker, chosen for {weights:,} weights (more than {AUTO_DENSE:,})"
+        reason = f"more than {AUTO_DENSE:,}" if fits or weights > AUTO_DENSE else "too many for dense in memory_budget"
+        return "kronecker", f"kronecker, chosen for {weights:,} weights ({reason})"
     if name not in NAMES:
         raise OptionError(
             "Unknown structure",

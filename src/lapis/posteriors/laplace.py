@@ -371,12 +371,12 @@ class LaplacePosterior:
 
     def _check_model(self) -> None:
         """Refuse to go on with a network that is not the one fitted."""
-        if not torch.equal(self.network.flat(), self.mean):
+        if not torch.equal(self.network.flat(), self.mean) or not self.network.holds(self.fingerprint):
             raise ModelError(
-                "The network's weights have changed since the fit",
-                expected="the weights that the posterior is centred on",
-                got="others",
-                do="fit again, or load the weights back",
+                "The network has changed since the fit",
+                expected="every weight, frozen ones too, and every buffer as it was",
+                got="other values",
+                do="fit again, or load the old state back",
             )
 
     # files -----------------------------------------------------------------------------------------
