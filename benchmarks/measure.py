@@ -35,7 +35,7 @@ CONTENDERS = (OURS, *peers.BACKENDS)
 TIME_LIMIT = 60.0
 """Seconds after which a run, or what it starts from, is cut off."""
 MEMORY_LIMIT = 8 * 2**30
-BUSY_LIMIT = 480.0
+BUSY_LIMIT = 240.0
 """The same on a busy machine."""
 SLOW = 8.0
 """A run longer than this is not repeated: its first time counts."""

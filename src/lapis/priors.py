@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -67,6 +67,8 @@ class WeightPrior:
     group_of: Mapping[str, int] | None
     precision: Tensor
     mean: Tensor
+    _latest: list[Tensor] = field(default_factory=list, repr=False, compare=False)
+    """Weights and their squared distances; shared between priors that differ in precision only."""
 
     def of(self, name: str) -> Tensor:
         """Precision of a parameter: 0-d, or one entry a weight (flat)."""
@@ -99,16 +101,19 @@ class WeightPrior:
         return sizes
 
     def squared_distance(self, weights: Tensor) -> Tensor:
-        """|t - mean|^2 within each group."""
+        """|t - mean|^2 within each group; the latest answer is kept, for the same weights under other precisions."""
+        if self._latest and self._latest[0] is weights:
+            return self._latest[1]
         squares = (weights.double() - self.mean).square()
-        if self.group_of is None:
-            return squares
-        return torch.stack(
-            [
-                sum((squares[self._span(name)].sum() for name in self._members(group)), squares.new_zeros(()))
-                for group in range(len(self.labels))
-            ]
-        )
+        if self.group_of is not None:
+            squares = torch.stack(
+                [
+                    sum((squares[self._span(name)].sum() for name in self._members(group)), squares.new_zeros(()))
+                    for group in range(len(self.labels))
+                ]
+            )
+        self._latest[:] = [weights, squares]
+        return squares
 
     def logdet(self) -> Tensor:
         """log |Lambda|."""

@@ -11,7 +11,7 @@ stored whole unless a structure asks for its `rows`:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class Outer:
     a: Tensor
     g: Tensor
     bias: bool = False
+    shared: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    """What was computed from g alone, for a weight and its bias when these are sites of their own."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,7 +127,9 @@ class Outer:
         total = self.g.new_zeros(batch * seeds, batch * seeds)
         step = max(1, CHUNK_BYTES // (self.g.element_size() * batch * seeds * groups * self.columns))
         for o in range(0, outputs, step):
-            rows = replace(self, g=self.g[..., o : o + step]).rows().transpose(0, 1).reshape(batch * seeds, -1)
+            rows = (
+                replace(self, g=self.g[..., o : o + step], shared={}).rows().transpose(0, 1).reshape(batch * seeds, -1)
+            )
             total += (rows * variance[:, o : o + step].reshape(-1)) @ rows.T
         return total.reshape(batch, seeds, batch, seeds)
 
@@ -135,9 +139,11 @@ class Outer:
         total = torch.bmm(g, self.a.flatten(1, 2))
         return torch.cat([total, g.sum(-1, keepdim=True)], -1) if self.bias else total
 
-    def rotate(self, inputs: Tensor, outputs: Tensor) -> Outer:
-        """In the bases of `inputs` (K, I, I) and `outputs` (K, O, O): a Q_A and g Q_G."""
+    def rotate(self, inputs: Tensor, outputs: Tensor) -> Outer | Rows:
+        """In the bases of `inputs` (K, I, I) and `outputs` (K, O, O): a Q_A and g Q_G, or J where that is smaller."""
         width = self.a.shape[-1]
+        if self.a.shape[2] > self.columns:
+            return Rows(self.rows()).rotate(inputs, outputs, (self.g.shape[0], self.g.shape[-1], self.columns))
         a = torch.bmm(self.a.flatten(1, 2), inputs[:, :width])
         if self.bias:
             a += inputs[:, width:]
@@ -146,24 +152,24 @@ class Outer:
 
     def reduced(self) -> Outer:
         """Positions merged: the mean of a, the sum of g."""
-        return replace(self, a=self.a.mean(2, keepdim=True), g=self.g.sum(3, keepdim=True))
+        return replace(self, a=self.a.mean(2, keepdim=True), g=self.g.sum(3, keepdim=True), shared={})
 
-    def input_moment(self) -> Tensor:
-        """The lower triangle of the sum over examples and positions of a a^T, (K, I, I)."""
-        a = self.a.flatten(1, 2)
-        if not self.bias and len(a) == 1:
-            return half_gram(a[0])[None]
-        moment = a.new_zeros(a.shape[0], self.columns, self.columns)
-        for group, each in enumerate(a):
+    def add_input_moment(self, total: Tensor) -> None:
+        """Add the lower triangle of the sum over examples and positions of a a^T to `total` (K, I, I)."""
+        for group, each in enumerate(self.a.flatten(1, 2)):
             width = each.shape[1]
-            moment[group, :width, :width] = half_gram(each)
+            total[group, :width, :width] += half_gram(each)
             if self.bias:
-                moment[group, -1, :width] = each.sum(0)
-                moment[group, -1, -1] = each.shape[0]
-        return moment
+                total[group, -1, :width] += each.sum(0)
+                total[group, -1, -1] += each.shape[0]
 
     def gradient_moment(self) -> Tensor:
         """The lower triangle of the sum over seeds, examples and positions of g g^T, (K, O, O)."""
+        if "gradient_moment" not in self.shared:
+            self.shared["gradient_moment"] = self._gradient_moment()
+        return self.shared["gradient_moment"]
+
+    def _gradient_moment(self) -> Tensor:
         channels_first = self.g.stride(-2) == 1 and self.g.shape[-2] > 1
         if channels_first and self.g.shape[-1] <= NARROW:
             images = self.g.flatten(1, 2)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lapis.curvature.block import Block, BlockGaussian, shares_group, site_precision
 from lapis.curvature.contributions import Contribution
+from lapis.curvature.products import shifted_logdet
 from lapis.curvature.sites import Site
 from lapis.errors import NotPositiveDefiniteError
 from lapis.priors import WeightPrior
@@ -83,11 +84,9 @@ class DenseGaussian(BlockGaussian):
         return self._factor
 
     def logdet(self) -> Tensor:
-        eigenvalues = self.block._eigenvalues
-        if eigenvalues is not None and self.prior.dim() == 0:
-            shifted = self.scale * eigenvalues + self.prior
-            if bool((shifted > 0).all()):
-                return shifted.log().sum()
+        known = self.block._eigenvalues
+        if known is not None and self.prior.dim() == 0 and bool(self.scale * known[0] + self.prior > 0):
+            return shifted_logdet(known, self.scale, self.prior)
         return 2 * self.factor().diagonal().log().sum()
 
     def color(self, noise: Tensor) -> Tensor:

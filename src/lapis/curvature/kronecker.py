@@ -9,6 +9,7 @@ both sides, and the prior is one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lapis.curvature.block import Block, BlockGaussian, site_precision
 from lapis.curvature.contributions import Contribution, Lookup, Rows
-from lapis.curvature.products import symmetric
+from lapis.curvature.products import shifted_logdet, symmetric
 from lapis.curvature.sites import Site
 from lapis.errors import ModelError, PriorError
 from lapis.priors import WeightPrior
@@ -40,6 +41,7 @@ class KroneckerBlock(Block):
         self.gradients = torch.zeros(groups, outputs, outputs, dtype=torch.float64)
         self.positions = torch.zeros((), dtype=torch.float64)
         self._eigen: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
+        self._spectrum: Tensor | None = None
 
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
         contribution = contributions[0]
@@ -55,7 +57,7 @@ class KroneckerBlock(Block):
         if self.sharing == "reduce":
             contribution = contribution.reduced()
         if first:
-            self.inputs += contribution.input_moment()
+            contribution.add_input_moment(self.inputs)
             self.positions += contribution.positions
         self.gradients += contribution.gradient_moment()
 
@@ -85,6 +87,13 @@ class KroneckerBlock(Block):
                 self._eigen = (values.clamp(min=0), vectors, *_eigh(inputs))
         return self._eigen
 
+    def spectrum(self) -> Tensor:
+        """Eigenvalues of G (x) A, (K, O, I); computed once."""
+        if self._spectrum is None:
+            values_g, _, values_a, _ = self.eigen()
+            self._spectrum = values_g[:, :, None] * values_a[:, None, :]
+        return self._spectrum
+
     def check(self, prior: WeightPrior) -> None:
         if prior.group_of is None:
             raise PriorError(
@@ -105,7 +114,7 @@ class KroneckerBlock(Block):
 
     def load(self, state: dict[str, Tensor]) -> None:
         self.inputs, self.gradients, self.positions = state["inputs"], state["gradients"], state["positions"]
-        self._eigen = None
+        self._eigen = self._spectrum = None
 
     def _options(self) -> dict[str, Any]:
         return {"sites": self.sites, "sharing": self.sharing}
@@ -119,25 +128,29 @@ class KroneckerGaussian(BlockGaussian):
     """
 
     def __init__(self, block: KroneckerBlock, prior: Tensor, scale: Tensor) -> None:
-        self.block, self.prior = block, prior
+        self.block, self.prior, self.scale = block, prior, scale
         values_g, self.outputs, values_a, vectors_a = block.eigen()
         if prior.dim() == 0:
             self.forth = self.back = vectors_a
-            shift = prior
+            self.spectrum, self.shift = block.spectrum(), prior
         else:
             root = prior.sqrt()
             values_a, vectors = _eigh(block.mean_inputs() / root / root[:, None])
             self.forth, self.back = vectors * root[:, None], vectors / root[:, None]
-            shift = torch.ones((), dtype=torch.float64)
-        self.eigenvalues = scale * values_g[:, :, None] * values_a[:, None, :] + shift
+            self.spectrum = values_g[:, :, None] * values_a[:, None, :]
+            self.shift = torch.ones((), dtype=torch.float64)
         self._casts: dict[torch.dtype, tuple[Tensor, Tensor, Tensor | None]] = {}
 
+    @cached_property
+    def eigenvalues(self) -> Tensor:
+        """Of the precision in the factors' bases, (K, O, I)."""
+        return self.scale * self.spectrum + self.shift
+
     def logdet(self) -> Tensor:
-        logdet = self.eigenvalues.log().sum()
-        if self.prior.dim():
-            groups, outputs, _ = self.block.site.shape
-            logdet = logdet + groups * outputs * self.prior.log().sum()
-        return logdet
+        if self.prior.dim() == 0:
+            return shifted_logdet(self.spectrum, self.scale, self.shift)
+        groups, outputs, _ = self.block.site.shape
+        return self.eigenvalues.log().sum() + groups * outputs * self.prior.log().sum()
 
     def _cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """Variances 1 / eigenvalues, Q_G and R in the network's dtype; kept for the next call."""

@@ -37,6 +37,7 @@ class Record:
         """Parameters with a use in this batch that no rule could read."""
         self.calls = list({id(call): call for call, _ in uses}.values())
         self._inputs: dict[int, Tensor] = {}
+        self._gradients: dict[tuple[int, ...], tuple[Tensor, dict[str, Tensor]]] = {}
 
     def __len__(self) -> int:
         return self.f.shape[0]
@@ -93,6 +94,7 @@ class Record:
         """What the batch says about each site's weights, for `seeds` (M, B, T, C)."""
         sites = self.tape.sites if sites is None else sites
         gradients = self.gradients(seeds)
+        self._gradients.clear()
         uses = [self._uses(site) for site in sites]
         # what only the general rule can do: always, or in this batch (a layer that sees some of the examples, or none)
         loose = [not self._clear(site, found) for site, found in zip(sites, uses, strict=True)]
@@ -162,14 +164,17 @@ class Record:
         return Rows(torch.stack([self._rows(use, gradients[id(call)], wanted) for call, use in chosen]).sum(0))
 
     def _outer(self, site: Site, uses: list[tuple[OuterUse, Tensor]]) -> Outer:
-        g = _joined([use.gradient(raw) for use, raw in uses], 3)
+        source = tuple(id(raw) for _, raw in uses)
+        if source not in self._gradients:
+            self._gradients[source] = (_joined([use.gradient(raw) for use, raw in uses], 3), {})
+        g, shared = self._gradients[source]
         key = id(site)
         if key not in self._inputs:
             if site.weight is None:
                 self._inputs[key] = g.new_empty(g.shape[0], *g.shape[2:4], 0)
             else:
                 self._inputs[key] = _joined([use.inputs() for use, _ in uses], 2)
-        return Outer(self._inputs[key], g, site.bias is not None)
+        return Outer(self._inputs[key], g, site.bias is not None, shared)
 
     @staticmethod
     def _lookup(uses: list[tuple[LookupUse, Tensor]]) -> Lookup:

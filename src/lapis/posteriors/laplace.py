@@ -120,7 +120,9 @@ class LaplacePosterior:
             raise OptionError("Nothing to sample", expected="a number n >= 1", got=repr(n), do="ask for some draws")
         device = self.network.device
         generator = generator or torch.Generator(device).manual_seed(0)
-        noise = torch.randn(n, self.n_weights, dtype=self.mean.dtype, generator=generator, device=generator.device)
+        options: Any = {"dtype": self.mean.dtype, "generator": generator, "device": generator.device}
+        # drawn one by one, so that n draws at once and n draws in turn are the same
+        noise = torch.stack([torch.randn(self.n_weights, **options) for _ in range(n)])
         parts = torch.split(noise.to(device), [block.size for block in self.curvature.blocks], -1)
         draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self.gaussians, parts, strict=True)]
         return self._to_flat(draws).add_(self.mean)
@@ -360,10 +362,14 @@ class LaplacePosterior:
     def _sampled(self, x: Inputs, samples: int, generator: torch.Generator | None) -> tuple[Tensor, torch.Size]:
         """Outputs (S, B, T, C) of drawn networks."""
         self._check_model()
+        generator = generator or torch.Generator(self.network.device).manual_seed(0)
+        if samples < 1:
+            raise OptionError("No networks to draw", expected="samples >= 1", got=str(samples), do="ask for some")
         inputs = functional.check_inputs(x, self.network, self.curvature.signature)
         outputs = []
         with self.network.prepared(), torch.no_grad():
-            for theta in self.sample(samples, generator=generator):
+            for _ in range(samples):  # one draw in memory at a time
+                (theta,) = self.sample(1, generator=generator)
                 raw = self.network.call(inputs, self.network.unflatten(theta))
                 outputs.append(self.likelihood.canonical(raw))
                 check_outputs(outputs[-1], self.curvature.outputs, "this batch")
