@@ -26,12 +26,13 @@ export PIP_REQUIRE_VIRTUALENV := 1
 export PIP_USER := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo bench format clean
+.PHONY: help test demo bench peer-test format clean
 
 help:
 	@echo "make test    set up, then lint, type check, import contracts and tests (PYTEST_ARGS=... goes to pytest)"
 	@echo "make demo    set up, then run 'lapis demo' (DEMO_ARGS=... goes to it)"
 	@echo "make bench   set up the peers beside Lapis in .venv-bench, then measure both (BENCH_ARGS=--help tells more)"
+	@echo "make peer-test  compare log evidences with laplace-torch, in .venv-bench"
 	@echo "make format  rewrite the code the way 'make test' wants it"
 	@echo "make clean   remove .venv and everything else that make and the tools created"
 
@@ -49,6 +50,11 @@ test: $(READY)
 
 demo: $(READY)
 	@$(BIN)/lapis demo $(DEMO_ARGS)
+
+# Optional: the same numbers as laplace-torch where both mean the same. The peers live in .venv-bench only.
+peer-test: $(BENCH_READY)
+	@$(BENCH_PIP) install --quiet -c constraints.txt pytest pytest-xdist
+	@$(BENCH_BIN)/python -m pytest -n0 -s tests/test_laplace_torch.py
 
 bench: $(BENCH_READY)
 	@$(BENCH_BIN)/python -m benchmarks $(BENCH_ARGS)

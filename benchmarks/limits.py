@@ -60,6 +60,13 @@ def forward_flops(model: nn.Module, x: Tensor) -> int:
     return counter.get_total_flops()
 
 
+def rotation(layer: Layer, seeds: int) -> int:
+    """Into the eigenbases: the inputs and gradients at every position, or the Jacobian, whichever is smaller."""
+    apart = layer.positions * (layer.inputs**2 + seeds * layer.outputs**2)
+    together = seeds * layer.outputs * layer.inputs * (layer.outputs + layer.inputs)
+    return 2 * min(apart, together)
+
+
 def flops(job: str, problem: Problem) -> float | None:
     """None where no matrix product is needed (evidence and tuning work on eigenvalues)."""
     structure, action = split(job)
@@ -84,14 +91,15 @@ def flops(job: str, problem: Problem) -> float | None:
     if action.startswith("predict"):
         if structure == "dense":
             return n * (forward + backward + rows + 2.0 * outputs * weights**2)
-        rotations = sum(2 * layer.positions * (layer.inputs**2 + outputs * layer.outputs**2) for layer in used)
+        rotations = 0 if structure == "diag" else sum(rotation(layer, outputs) for layer in used)
+        pairs = outputs if action.endswith("diagonal") else outputs**2
         contraction = sum(
-            outputs * (layer.product + 2 * outputs * layer.outputs * layer.inputs)
+            outputs * layer.product + 2 * pairs * layer.outputs * layer.inputs
             if layer.positions > 1
-            else layer.product + 2 * outputs**2 * layer.outputs
+            else layer.product + 2 * pairs * layer.outputs
             for layer in used
         )
-        return float(n * (forward + backward + contraction + (0 if structure == "diag" else rotations)))
+        return float(n * (forward + backward + contraction + rotations))
     return float(SAMPLES * n * forward) if action == "sample" else None
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapis
+from lapis.curvature.recorder import MODULE_RULES
 from lapis.errors import (
     DataError,
     FileError,
@@ -863,3 +864,19 @@ def test_every_kind_of_error_is_met_above() -> None:
     kinds = {case.kind for case in TABLE.values()}
     public = {value for value in vars(lapis).values() if isinstance(value, type) and issubclass(value, LapisError)}
     assert kinds == public - {LapisError, lapis.StructureError}
+
+
+@pytest.mark.parametrize("wrong", [lambda m, i, g: {}, lambda m, i, g: {"log_scale": g.sum(0)}], ids=["none", "shape"])
+def test_a_registered_rule_of_another_form_is_refused(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.log_scale.exp()
+
+    monkeypatch.setitem(MODULE_RULES, Scale, wrong)
+    x = torch.ones(4, 2, dtype=torch.float64)
+    with pytest.raises(ModelError, match=r"registered rule for Scale.*Expected.*Got.*Do"):
+        lapis.laplace(Scale(), (x, x), "regression")

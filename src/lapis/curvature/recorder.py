@@ -6,6 +6,7 @@ module, through functional calls, tied, or inside attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from lapis.curvature.axes import BatchAxis
 from lapis.curvature.layers import Call, RowsUse, Use
 from lapis.curvature.rules import RULES, bind
 from lapis.curvature.sites import Slot, whole
+from lapis.errors import ModelError
 from lapis.network import Network
 
 ModuleRule = Callable[[nn.Module, tuple[Any, ...], Tensor], dict[str, Tensor]]
@@ -218,8 +220,16 @@ def _module_uses(call: Call, axis: BatchAxis) -> list[Use]:
         def rows(raw: Tensor) -> Tensor:
             with torch.no_grad():
                 gradients = call.function(call.arguments["module"], call.arguments["inputs"], raw)
-            values: Tensor = gradients[name]
-            return values.flatten(2) if values.dim() > 2 else values[..., None]
+            values = gradients.get(name) if isinstance(gradients, dict) else None
+            wanted = (*raw.shape[:2], call.slots[name].size)
+            if not isinstance(values, Tensor) or values.shape[:2] != wanted[:2] or values.numel() != math.prod(wanted):
+                raise ModelError(
+                    f"The registered rule for {type(call.arguments['module']).__name__} does not fit",
+                    expected=f"a dictionary whose {name!r} has shape {wanted[:2]} + the parameter's",
+                    got=f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"{type(values).__name__}",
+                    do="return the gradient of every seed and example for each of the module's own parameters",
+                )
+            return values.reshape(wanted)
 
         return rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -13,7 +13,7 @@ from lapis.curvature.block import BlockGaussian
 from lapis.curvature.contributions import Contribution
 from lapis.curvature.fit import WORK_BYTES, Curvature, check_outputs, examples_at_once, position_seeds
 from lapis.curvature.record import Record
-from lapis.errors import DataError, MemoryBudgetError
+from lapis.errors import DataError, MemoryBudgetError, OptionError
 from lapis.network import Network
 from lapis.predictions import LatentGaussian
 
@@ -75,6 +75,27 @@ def linearised(
     if kind == "diagonal":
         return LatentGaussian(mean, covariance), shape
     return LatentGaussian(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance), shape
+
+
+def sampled(
+    network: Network,
+    curvature: Curvature,
+    draw: Callable[..., Tensor],
+    inputs: Inputs,
+    samples: int,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, torch.Size]:
+    """Outputs (S, B, T, C) of drawn networks, one draw in memory at a time, and the raw output's shape."""
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise OptionError("No networks to draw", expected="samples >= 1", got=repr(samples), do="ask for some draws")
+    generator = generator or torch.Generator(network.device).manual_seed(0)
+    outputs = []
+    with network.prepared(), torch.no_grad():
+        for _ in range(samples):
+            raw = network.call(inputs, network.unflatten(draw(1, generator=generator)[0]))
+            outputs.append(curvature.tape.outputs(raw))
+            check_outputs(outputs[-1], curvature.outputs, "this batch")
+    return torch.stack(outputs), raw.shape
 
 
 def _parts(curvature: Curvature, inputs: Inputs, kind: Kind, work: int) -> Iterator[Inputs]:

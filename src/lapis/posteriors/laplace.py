@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lapis.batches import Inputs, batches
 from lapis.curvature.block import BlockGaussian
-from lapis.curvature.fit import Curvature, accumulate, check_outputs
+from lapis.curvature.fit import Curvature, accumulate
 from lapis.curvature.structure import Structure
 from lapis.errors import DataError, MemoryBudgetError, ModelError, OptionError
 from lapis.evidence import TangentMode, Training, Tuning
@@ -340,7 +340,10 @@ class LaplacePosterior:
                     got=f"covariance={covariance!r}, joint={joint}",
                     do='use method="linearised"',
                 )
-            values, shape = self._sampled(x, 20 if samples is None else samples, generator)
+            self._check_model()
+            inputs = functional.check_inputs(x, self.network, self.curvature.signature)
+            count = 20 if samples is None else samples
+            values, shape = functional.sampled(self.network, self.curvature, self.sample, inputs, count, generator)
             return predict_outputs(self.likelihood, LatentSamples(values), raw_shape=shape, link=link)
         if method != "linearised":
             raise OptionError("Unknown method", expected='"linearised" or "sampled"', got=repr(method), do="choose one")
@@ -358,22 +361,6 @@ class LaplacePosterior:
         self._check_model()
         inputs = functional.check_inputs(x, self.network, self.curvature.signature)
         return functional.linearised(self.network, self.curvature, self.gaussians, inputs, kind, self.memory_budget)
-
-    def _sampled(self, x: Inputs, samples: int, generator: torch.Generator | None) -> tuple[Tensor, torch.Size]:
-        """Outputs (S, B, T, C) of drawn networks."""
-        self._check_model()
-        generator = generator or torch.Generator(self.network.device).manual_seed(0)
-        if samples < 1:
-            raise OptionError("No networks to draw", expected="samples >= 1", got=str(samples), do="ask for some")
-        inputs = functional.check_inputs(x, self.network, self.curvature.signature)
-        outputs = []
-        with self.network.prepared(), torch.no_grad():
-            for _ in range(samples):  # one draw in memory at a time
-                (theta,) = self.sample(1, generator=generator)
-                raw = self.network.call(inputs, self.network.unflatten(theta))
-                outputs.append(self.likelihood.canonical(raw))
-                check_outputs(outputs[-1], self.curvature.outputs, "this batch")
-        return torch.stack(outputs), raw.shape
 
     def _check_model(self) -> None:
         """Refuse to go on with a network that is not the one fitted."""
