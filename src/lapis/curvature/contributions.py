@@ -158,7 +158,7 @@ class Outer:
         """Add the lower triangle of the sum over examples and positions of a a^T to `total` (K, I, I)."""
         for group, each in enumerate(self.a.flatten(1, 2)):
             width = each.shape[1]
-            total[group, :width, :width] += half_gram(each)
+            total[group, :width, :width] += half_gram(each).to(total.dtype)  # one dtype: additions run vectorised
             if self.bias:
                 total[group, -1, :width] += each.sum(0)
                 total[group, -1, -1] += each.shape[0]
