@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two rounds, no growth, nothing written")
     parser.add_argument("--busy", action="store_true", help="CPU seconds of one thread, nothing written")
     arguments = parser.parse_args()
-    console = Console(width=200)
+    console = Console(width=200, markup=False, highlight=False)
     everything = arguments.jobs is None and arguments.cases == ",".join(CASES)
     results = report.load()
     results["machine"] = machine(arguments.busy)

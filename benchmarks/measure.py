@@ -122,9 +122,16 @@ def _serve(connection: Connection, busy: bool, *what: Any) -> None:
                 task.run()
             connection.send((clock() - start) / repeats)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        connection.send(Failed(f"{type(error).__name__}: {lines[0]}"))
+        connection.send(Failed(_message(error)))
         raise
+
+
+def _message(error: Exception) -> str:
+    """The first line, for the table."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, MemoryError) or "can't allocate memory" in first:
+        return f"needs more than {MEMORY_LIMIT // 2**30} GB of memory"
+    return f"{type(error).__name__}: {first}"
 
 
 # in the parent -------------------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ class Outer:
         channels_first = self.g.stride(-2) == 1 and self.g.shape[-2] > 1
         if channels_first and self.g.shape[-1] <= NARROW:
             images = self.g.flatten(1, 2)
-            return torch.stack([torch.bmm(each.mT, each).sum(0).tril() for each in images])
+            return torch.stack([torch.bmm(each.mT, each).sum(0) for each in images])
         return torch.stack([half_gram(each) for each in self.g.flatten(1, 3)])
 
     @property
