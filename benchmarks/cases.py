@@ -181,7 +181,8 @@ REST = ("kron_sample", "kron_evidence", "kron_tune")
 DENSE = ("dense_fit", "dense_predict256", "dense_evidence", "dense_tune")
 
 EVERYTHING = FITS + PREDICTIONS + REST
-LAST = ("last_fit", *(f"last_{job}" for job in ("predict64", "predict256", "predict256_diagonal", "sample", "evidence", "tune")))
+LAST = ("last_fit", "last_predict64", "last_predict256", "last_predict256_diagonal")
+LAST += ("last_sample", "last_evidence", "last_tune")
 LARGE = ("kron_fit", "diag_fit", "last_fit", "diag_predict64", "last_predict256")
 
 CASES = {
