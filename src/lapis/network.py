@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lapis.batches import Inputs, describe
+from lapis.batches import Inputs, all_finite, describe
 from lapis.errors import DataError, ModelError, OptionError
 
 Weights: TypeAlias = "str | Sequence[str] | Callable[[str, Tensor], bool]"
@@ -204,7 +204,7 @@ class Network:
     def check_finite(self) -> None:
         """Refuse NaN and infinity in any parameter or buffer, by name."""
         for name, tensor in self.module.state_dict().items():
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if isinstance(tensor, Tensor) and not all_finite(tensor):
                 raise ModelError(
                     f"The network's {name!r} is not finite",
                     expected="finite weights and buffers",

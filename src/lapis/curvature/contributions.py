@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lapis.curvature.products import half_gram
+from lapis.curvature.products import add_half_gram, half_gram
 
 CHUNK_BYTES = 16 * 2**20
 """Largest explicit piece of a Jacobian held while contracting it; about the size of a last-level cache."""
@@ -158,7 +158,7 @@ class Outer:
         """Add the lower triangle of the sum over examples and positions of a a^T to `total` (K, I, I)."""
         for group, each in enumerate(self.a.flatten(1, 2)):
             width = each.shape[1]
-            total[group, :width, :width] += half_gram(each).to(total.dtype)  # one dtype: additions run vectorised
+            add_half_gram(total[group, :width, :width], each)
             if self.bias:
                 total[group, -1, :width] += each.sum(0)
                 total[group, -1, -1] += each.shape[0]
@@ -247,6 +247,10 @@ class Lookup:
     def gradient_moment(self) -> Tensor:
         """The lower triangle of the sum over seeds, examples and positions of g g^T, (1, O, O)."""
         return half_gram(self.g.permute(0, 1, 3, 2).flatten(0, 2))[None]
+
+    def add_input_moment(self, total: Tensor) -> None:
+        """Add how often each row was looked up to `total` (V,): one-hot inputs have a diagonal moment."""
+        total += self.counts()
 
     def counts(self) -> Tensor:
         """How often each row was looked up, (V,)."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lapis.curvature.block import Block, BlockGaussian, site_precision
-from lapis.curvature.contributions import Contribution, Lookup, Rows
-from lapis.curvature.products import shifted_logdet, symmetric
+from lapis.curvature.contributions import Contribution, Lookup, Outer, Rows
+from lapis.curvature.products import Moment, shifted_logdet, symmetric
 from lapis.curvature.sites import Site
 from lapis.errors import ModelError, PriorError
 from lapis.priors import WeightPrior
@@ -37,29 +37,32 @@ class KroneckerBlock(Block):
         self.sharing = sharing
         groups, outputs, inputs = self.site.shape
         moment = (inputs,) if self.site.kind == "lookup" else (groups, inputs, inputs)
-        self.inputs = torch.zeros(moment, dtype=torch.float64)
-        self.gradients = torch.zeros(groups, outputs, outputs, dtype=torch.float64)
+        self._inputs = Moment(torch.zeros(moment, dtype=torch.float64))
+        self._gradients = Moment(torch.zeros(groups, outputs, outputs, dtype=torch.float64))
         self.positions = torch.zeros((), dtype=torch.float64)
         self._eigen: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
         self._spectrum: Tensor | None = None
 
+    @property
+    def inputs(self) -> Tensor:
+        return self._inputs.total
+
+    @property
+    def gradients(self) -> Tensor:
+        return self._gradients.total
+
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
-        contribution = contributions[0]
-        if isinstance(contribution, Lookup):  # its mean input would fill a V x V matrix: look-ups always expand
-            if first:
-                self.inputs += contribution.counts()
-                self.positions += contribution.positions
-            self.gradients += contribution.gradient_moment()
-            return
+        contribution, dtype = contributions[0], contributions[0].dtype
         if isinstance(contribution, Rows):
             self._refuse(contribution)
             return
-        if self.sharing == "reduce":
-            contribution = contribution.reduced()
+        if isinstance(contribution, Outer) and self.sharing == "reduce":
+            contribution = contribution.reduced()  # look-ups always expand: a mean input would fill a V x V matrix
         if first:
-            contribution.add_input_moment(self.inputs)
+            contribution.add_input_moment(self._inputs.recent(dtype))
             self.positions += contribution.positions
-        self.gradients += contribution.gradient_moment()
+        recent = self._gradients.recent(dtype)
+        recent += contribution.gradient_moment()
 
     def _refuse(self, contribution: Rows) -> None:
         """A batch that uses the weights in a way that has no Kronecker factors; not using them at all is fine."""
@@ -113,7 +116,8 @@ class KroneckerBlock(Block):
         return {"inputs": self.inputs, "gradients": self.gradients, "positions": self.positions}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        self.inputs, self.gradients, self.positions = state["inputs"], state["gradients"], state["positions"]
+        self._inputs, self._gradients = Moment(state["inputs"]), Moment(state["gradients"])
+        self.positions = state["positions"]
         self._eigen = self._spectrum = None
 
     def _options(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def plan(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs, 
     kept = [site for site in kept if not any(slot.name in tape.general for slot in site.slots)]
     general = [Site("rows", whole(network, name)) for name in network.names if name in tape.general]
     tape.sites = sorted(kept + general, key=lambda site: site.spans(network)[0])
-    tape.example_bytes = _example_bytes(tape.record(inputs))
+    tape.example_bytes = _example_bytes(record)
     return tape
 
 

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PANEL = 128
-"""Widest block that is multiplied in one go; narrower ones save more work and lose more speed."""
+STRIP = 96
+"""Columns multiplied in one go with all columns before them; narrower strips save more work and lose more speed."""
+
+SETTLE = 16
+"""Terms added in the network's own precision before they move on to float64."""
 
 
 def half_gram(x: Tensor) -> Tensor:
@@ -18,20 +21,50 @@ def half_gram(x: Tensor) -> Tensor:
     BLAS has such a product, but torch does not expose it, and another library's threads would fight with torch's.
     """
     total = x.new_zeros(x.shape[1], x.shape[1])
-    _fill(total, x.detach())
+    add_half_gram(total, x)
     return total
 
 
-def _fill(total: Tensor, x: Tensor) -> None:
-    width = x.shape[1]
-    if width <= PANEL:
-        torch.mm(x.mT, x, out=total)
-        return
-    half = width // 2
-    left, right = x[:, :half], x[:, half:]
-    _fill(total[:half, :half], left)
-    torch.mm(right.mT, left, out=total[half:, :half])
-    _fill(total[half:, half:], right)
+def add_half_gram(total: Tensor, x: Tensor) -> None:
+    """Add the lower triangle of x^T x to `total` (k, k), in place."""
+    x, width = x.detach(), x.shape[1]
+    for start in range(0, width, STRIP):
+        stop = min(start + STRIP, width)
+        strip = total[start:stop, :stop]
+        torch.addmm(strip, x[:, start:stop].mT, x[:, :stop], out=strip)
+
+
+class Moment:
+    """A sum of many matrices: float64, but for the latest few terms, which wait in the precision they came in.
+
+    Adding to float64 costs as much as a narrow product, so it is done for several terms at once.
+    """
+
+    def __init__(self, total: Tensor) -> None:
+        self._total = total
+        self._recent: Tensor | None = None
+        self._terms = 0
+
+    def recent(self, dtype: torch.dtype) -> Tensor:
+        """Where to add the next term, in place."""
+        if dtype == self._total.dtype:
+            return self._total
+        if self._terms == SETTLE or (self._recent is not None and self._recent.dtype != dtype):
+            self._settle()
+        if self._recent is None:
+            self._recent = torch.zeros_like(self._total, dtype=dtype)
+        self._terms += 1
+        return self._recent
+
+    def _settle(self) -> None:
+        if self._recent is not None:
+            self._total += self._recent.to(self._total.dtype)  # one dtype: additions run vectorised
+        self._recent, self._terms = None, 0
+
+    @property
+    def total(self) -> Tensor:
+        self._settle()
+        return self._total
 
 
 def symmetric(lower: Tensor) -> Tensor:
