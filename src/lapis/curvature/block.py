@@ -22,6 +22,8 @@ class Block(ABC):
     """Curvature of some sites' weights: a sum over data, kept in float64."""
 
     kind: ClassVar[str]
+    looped_seeds: ClassVar[int] = 5
+    """Seeds to collect, where they go back one by one, before they are added: J is a product, wider with more seeds."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites = tuple(sites)

@@ -102,7 +102,9 @@ def _add(
         assert isinstance(block, DenseBlock)
         add_hessian(block, network, likelihood, record, targets)
         return
-    at_once = seeds_at_once(curvature, len(batch), work) if record.batched() else 1
+    at_once = seeds_at_once(curvature, len(batch), work)
+    if not record.batched():
+        at_once = min(at_once, *(block.looped_seeds for block in curvature.blocks))
     for number, seeds in enumerate(_seeds(curvature, likelihood, f, targets, generator, at_once)):
         contributions = record.contributions(seeds.detach())  # a noise may have a graph: sums over data have none
         for block, places in zip(curvature.blocks, curvature.places, strict=True):

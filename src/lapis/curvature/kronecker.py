@@ -30,6 +30,7 @@ class KroneckerBlock(Block):
     """
 
     kind = "kronecker"
+    looped_seeds = 1  # J is never formed: collecting seeds would only copy them
 
     def __init__(self, sites: Sequence[Site], sharing: str = "expand") -> None:
         super().__init__(sites)

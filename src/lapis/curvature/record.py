@@ -59,7 +59,7 @@ class Record:
             self.tape.batchable = False
         each = [torch.autograd.grad(self.f, edges, seed, retain_graph=True, allow_unused=True) for seed in seeds]
         found = [
-            None if parts[0] is None else (parts[0][None] if len(parts) == 1 else torch.stack(parts))
+            None if parts[0] is None else (parts[0][None] if len(parts) == 1 else torch.stack(parts, 1).transpose(0, 1))
             for parts in zip(*each, strict=True)
         ]
         return self._by_call(found, len(seeds))
