@@ -14,7 +14,8 @@ from torch import Tensor
 from lapis.batches import Inputs, batches
 from lapis.curvature.block import BlockGaussian
 from lapis.curvature.fit import Curvature, accumulate
-from lapis.curvature.structure import Structure
+from lapis.curvature.spectrum import GroupedSpectrum
+from lapis.curvature.structure import Structure, grouped_spectrum
 from lapis.errors import DataError, MemoryBudgetError, ModelError, OptionError
 from lapis.evidence import TangentMode, Training, Tuning
 from lapis.likelihoods import Likelihood
@@ -73,6 +74,10 @@ class LaplacePosterior:
     def gaussians(self) -> list[BlockGaussian]:
         """The posterior of each block of weights."""
         return [block.gaussian(self.weight_prior, self.scale) for block in self.curvature.blocks]
+
+    def spectrum(self) -> GroupedSpectrum | None:
+        """Eigenvalues of the curvature by prior group, where they are known and decide the log-determinant."""
+        return grouped_spectrum(self.curvature.blocks, self.weight_prior)
 
     def summary(self) -> str:
         """A few lines: size, structure, prior, evidence, and choices made."""
@@ -164,6 +169,11 @@ class LaplacePosterior:
     # evidence --------------------------------------------------------------------------------------
 
     def _logdet(self) -> Tensor:
+        """log |A|, on eigenvalues where these are at hand."""
+        spectrum = self.spectrum()
+        total = None if spectrum is None else spectrum.logdet(self.weight_prior.precision, self.scale)
+        if total is not None and bool(torch.isfinite(total)):
+            return total.to(self.network.device)
         return torch.stack([gaussian.logdet() for gaussian in self.gaussians]).sum()
 
     def log_likelihood(self) -> Tensor:
@@ -256,6 +266,8 @@ class LaplacePosterior:
         resolved = chosen.resolve(self.network)
         for block in self.curvature.blocks:
             block.check(resolved)
+        if resolved.differs_in_precision_only(self.weight_prior):
+            resolved = self.weight_prior.with_precision(resolved.precision)
         return replace(self, prior=chosen, weight_prior=resolved, tuning=None, tangent=None)
 
     def with_noise(self, noise: float | Tensor) -> LaplacePosterior:
