@@ -155,7 +155,7 @@ class KroneckerGaussian(BlockGaussian):
         groups, outputs, _ = self.block.site.shape
         return value if self.prior.dim() == 0 else value + groups * outputs * self.prior.log().sum()
 
-    def _cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """Variances 1 / eigenvalues, Q_G and R in the network's dtype; kept for the next call."""
         if dtype not in self._casts:
             back = None if self.back is None else self.back.to(dtype)
@@ -166,7 +166,7 @@ class KroneckerGaussian(BlockGaussian):
         return vectors.reshape(*vectors.shape[:-1], *self.block.site.shape)
 
     def color(self, noise: Tensor) -> Tensor:
-        variance, outputs, back = self._cast(noise.dtype)
+        variance, outputs, back = self.factors(noise.dtype)
         draws = outputs @ (self._array(noise) * variance.sqrt())
         return (draws if back is None else draws @ back.mT).flatten(1)
 
@@ -189,7 +189,7 @@ class KroneckerGaussian(BlockGaussian):
 
     def _rotated(self, contribution: Contribution) -> tuple[Contribution, Tensor]:
         """The Jacobian in the basis where the covariance is diagonal, and that diagonal."""
-        variance, outputs, back = self._cast(contribution.dtype)
+        variance, outputs, back = self.factors(contribution.dtype)
         if isinstance(contribution, Lookup):
             return contribution.rotate(outputs), variance
         if isinstance(contribution, Rows):
