@@ -95,10 +95,10 @@ class WeightPrior:
         """Number of weights in each group."""
         if self.group_of is None:
             return torch.ones_like(self.precision)
-        sizes = torch.zeros(len(self.labels), dtype=torch.float64, device=self.precision.device)
+        sizes = [0] * len(self.labels)
         for name, group in self.group_of.items():
             sizes[group] += self.network.parameters[name].numel()
-        return sizes
+        return torch.tensor(sizes, dtype=torch.float64, device=self.precision.device)
 
     def squared_distance(self, weights: Tensor) -> Tensor:
         """|t - mean|^2 within each group; the latest answer is kept, for the same weights under other precisions."""
@@ -121,6 +121,10 @@ class WeightPrior:
 
     def with_precision(self, precision: Tensor) -> WeightPrior:
         return replace(self, precision=precision)
+
+    def differs_in_precision_only(self, other: WeightPrior) -> bool:
+        same = self.labels == other.labels and self.group_of == other.group_of
+        return same and torch.equal(self.mean, other.mean)
 
     def to_prior(self) -> Prior:
         """A prior that resolves to this one again, its groups listed by name."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lapis.curvature.contributions import Contribution
 from lapis.curvature.sites import Site
+from lapis.curvature.spectrum import Spectrum
 from lapis.priors import WeightPrior
 
 
@@ -36,6 +37,14 @@ class Block(ABC):
     @abstractmethod
     def gaussian(self, prior: WeightPrior, scale: Tensor) -> BlockGaussian:
         """The Gaussian with precision scale * curvature + prior."""
+
+    @abstractmethod
+    def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
+        """Eigenvalues of the curvature by prior group: a group, or one for each eigenvalue, and a spectrum.
+
+        None where they do not give the posterior's log-determinant (groups that share eigenvectors), or are not known
+        and costly.
+        """
 
     def check(self, prior: WeightPrior) -> None:  # noqa: B027  (most structures take any prior)
         """Refuse a prior that the structure cannot hold, before any work."""
@@ -96,7 +105,7 @@ class BlockGaussian(ABC):
 
 def site_precision(prior: WeightPrior, site: Site) -> Tensor:
     """Prior precision of a site's weights: 0-d when they share one group, else (*site.shape)."""
-    if shares_group(prior, site):
+    if common_group(prior, [site]) is not None:
         return prior.of(site.slots[0].name)
     parts = []
     for slot, (start, stop) in zip(site.slots, site.spans(prior.network), strict=True):
@@ -109,6 +118,9 @@ def site_precision(prior: WeightPrior, site: Site) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def shares_group(prior: WeightPrior, site: Site) -> bool:
-    """Whether one number is the prior precision of all the site's weights."""
-    return prior.group_of is not None and len({prior.group_of[slot.name] for slot in site.slots}) == 1
+def common_group(prior: WeightPrior, sites: Sequence[Site]) -> int | None:
+    """The prior group of all the sites' weights, where there is one."""
+    if prior.group_of is None:
+        return None
+    groups = {prior.group_of[slot.name] for site in sites for slot in site.slots}
+    return groups.pop() if len(groups) == 1 else None

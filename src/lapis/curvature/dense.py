@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lapis.curvature.block import Block, BlockGaussian, shares_group, site_precision
+from lapis.curvature.block import Block, BlockGaussian, common_group, site_precision
 from lapis.curvature.contributions import Contribution
-from lapis.curvature.products import shifted_logdet
 from lapis.curvature.sites import Site
+from lapis.curvature.spectrum import Spectrum, spectrum
 from lapis.errors import NotPositiveDefiniteError
 from lapis.priors import WeightPrior
+
+CHEAP = 512
+"""Up to this size eigenvalues, which serve every prior and noise, are computed without being asked for."""
 
 
 class DenseBlock(Block):
@@ -39,14 +42,18 @@ class DenseBlock(Block):
         return self._eigenvalues
 
     def gaussian(self, prior: WeightPrior, scale: Tensor) -> DenseGaussian:
-        groups = {prior.group_of[slot.name] for site in self.sites for slot in site.slots} if prior.group_of else set()
-        shared = len(groups) == 1 and all(shares_group(prior, site) for site in self.sites)
-        if shared:
+        if common_group(prior, self.sites) is not None:
             precision = site_precision(prior, self.sites[0])
         else:
             parts = [site_precision(prior, site).expand(site.shape).reshape(-1) for site in self.sites]
             precision = torch.cat(parts)
         return DenseGaussian(self, precision, scale)
+
+    def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
+        group = common_group(prior, self.sites)
+        if group is None or (self._eigenvalues is None and self.size > CHEAP):
+            return None
+        return [(group, spectrum(self.eigenvalues()))]
 
     def state(self) -> dict[str, Tensor]:
         return {"curvature": self.curvature}
@@ -84,9 +91,6 @@ class DenseGaussian(BlockGaussian):
         return self._factor
 
     def logdet(self) -> Tensor:
-        known = self.block._eigenvalues
-        if known is not None and self.prior.dim() == 0 and bool(self.scale * known[0] + self.prior > 0):
-            return shifted_logdet(known, self.scale, self.prior)
         return 2 * self.factor().diagonal().log().sum()
 
     def color(self, noise: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lapis.curvature.block import Block, BlockGaussian, site_precision
 from lapis.curvature.contributions import Contribution
 from lapis.curvature.sites import Site
+from lapis.curvature.spectrum import Spectrum, spectrum
 from lapis.priors import WeightPrior
 
 
@@ -22,6 +23,7 @@ class DiagonalBlock(Block):
         super().__init__(sites)
         (self.site,) = self.sites
         self.curvature = torch.zeros(self.site.shape, dtype=torch.float64)
+        self._spectra: list[Spectrum] | None = None
 
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
         self.curvature += contributions[0].square_sum().reshape(self.site.shape)
@@ -29,11 +31,21 @@ class DiagonalBlock(Block):
     def gaussian(self, prior: WeightPrior, scale: Tensor) -> DiagonalGaussian:
         return DiagonalGaussian(scale * self.curvature + site_precision(prior, self.site))
 
+    def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]]:
+        if prior.group_of is None:
+            index = torch.arange(prior.network.size, device=self.curvature.device)
+            flat = self.curvature.reshape(-1).cpu()
+            return [(self.site.gather(index, prior.network).reshape(-1), Spectrum(flat, torch.ones_like(flat)))]
+        if self._spectra is None:
+            self._spectra = [spectrum(part) for part in self.site.parts(self.curvature)]
+        return [(prior.group_of[slot.name], part) for slot, part in zip(self.site.slots, self._spectra, strict=True)]
+
     def state(self) -> dict[str, Tensor]:
         return {"curvature": self.curvature}
 
     def load(self, state: dict[str, Tensor]) -> None:
         self.curvature = state["curvature"]
+        self._spectra = None
 
 
 class DiagonalGaussian(BlockGaussian):

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapis.curvature.block import Block, BlockGaussian, site_precision
+from lapis.curvature.block import Block, BlockGaussian, common_group, site_precision
 from lapis.curvature.contributions import Contribution, Lookup, Outer, Rows
-from lapis.curvature.products import Moment, shifted_logdet, symmetric
+from lapis.curvature.products import Moment, symmetric
 from lapis.curvature.sites import Site
+from lapis.curvature.spectrum import Spectrum, product_spectrum
 from lapis.errors import ModelError, PriorError
 from lapis.priors import WeightPrior
 
@@ -42,7 +43,7 @@ class KroneckerBlock(Block):
         self._gradients = Moment(torch.zeros(groups, outputs, outputs, dtype=torch.float64))
         self.positions = torch.zeros((), dtype=torch.float64)
         self._eigen: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
-        self._spectrum: Tensor | None = None
+        self._spectrum: Spectrum | None = None
 
     @property
     def inputs(self) -> Tensor:
@@ -91,12 +92,14 @@ class KroneckerBlock(Block):
                 self._eigen = (values.clamp(min=0), vectors, *_eigh(inputs))
         return self._eigen
 
-    def spectrum(self) -> Tensor:
-        """Eigenvalues of G (x) A, (K, O, I); computed once."""
+    def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
+        group = common_group(prior, self.sites)
+        if group is None:
+            return None
         if self._spectrum is None:
             values_g, _, values_a, _ = self.eigen()
-            self._spectrum = values_g[:, :, None] * values_a[:, None, :]
-        return self._spectrum
+            self._spectrum = product_spectrum(values_g, values_a)
+        return [(group, self._spectrum)]
 
     def check(self, prior: WeightPrior) -> None:
         if prior.group_of is None:
@@ -135,29 +138,29 @@ class KroneckerGaussian(BlockGaussian):
     def __init__(self, block: KroneckerBlock, prior: Tensor, scale: Tensor) -> None:
         self.block, self.prior, self.scale = block, prior, scale
         values_g, self.outputs, values_a, vectors_a = block.eigen()
+        self.shift = prior
         if prior.dim() == 0:
             self.forth = self.back = vectors_a
-            self.spectrum, self.shift = block.spectrum(), prior
         else:
             root = prior.sqrt()
             values_a, vectors = _eigh(block.mean_inputs() / root / root[:, None])
             self.forth, self.back = vectors * root[:, None], vectors / root[:, None]
-            self.spectrum = values_g[:, :, None] * values_a[:, None, :]
-            self.shift = torch.ones((), dtype=torch.float64)
+            self.shift = torch.ones_like(root[0])
+        self.values = values_g, values_a
         self._casts: dict[torch.dtype, tuple[Tensor, Tensor, Tensor | None]] = {}
 
     @cached_property
     def eigenvalues(self) -> Tensor:
         """Of the precision in the factors' bases, (K, O, I)."""
-        return self.scale * self.spectrum + self.shift
+        values_g, values_a = self.values
+        return self.scale * values_g[:, :, None] * values_a[:, None, :] + self.shift
 
     def logdet(self) -> Tensor:
-        if self.prior.dim() == 0:
-            return shifted_logdet(self.spectrum, self.scale, self.shift)
+        value = self.eigenvalues.log().sum()
         groups, outputs, _ = self.block.site.shape
-        return self.eigenvalues.log().sum() + groups * outputs * self.prior.log().sum()
+        return value if self.prior.dim() == 0 else value + groups * outputs * self.prior.log().sum()
 
-    def _cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """Variances 1 / eigenvalues, Q_G and R in the network's dtype; kept for the next call."""
         if dtype not in self._casts:
             back = None if self.back is None else self.back.to(dtype)
@@ -168,7 +171,7 @@ class KroneckerGaussian(BlockGaussian):
         return vectors.reshape(*vectors.shape[:-1], *self.block.site.shape)
 
     def color(self, noise: Tensor) -> Tensor:
-        variance, outputs, back = self._cast(noise.dtype)
+        variance, outputs, back = self.factors(noise.dtype)
         draws = outputs @ (self._array(noise) * variance.sqrt())
         return (draws if back is None else draws @ back.mT).flatten(1)
 
@@ -191,7 +194,7 @@ class KroneckerGaussian(BlockGaussian):
 
     def _rotated(self, contribution: Contribution) -> tuple[Contribution, Tensor]:
         """The Jacobian in the basis where the covariance is diagonal, and that diagonal."""
-        variance, outputs, back = self._cast(contribution.dtype)
+        variance, outputs, back = self.factors(contribution.dtype)
         if isinstance(contribution, Lookup):
             return contribution.rotate(outputs), variance
         if isinstance(contribution, Rows):

@@ -1,12 +1,9 @@
-"""Products and log-determinants written for speed: symmetric products, sums of many logarithms."""
+"""Symmetric products at little more than half the work of general ones."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 STRIP = 96
 """Columns multiplied in one go with all columns before them; narrower strips save more work and lose more speed."""
@@ -70,42 +67,3 @@ class Moment:
 def symmetric(lower: Tensor) -> Tensor:
     """The symmetric matrix with this lower triangle; what stands above it does not count."""
     return lower.tril() + lower.tril(-1).mT
-
-
-FACTORS = 16
-"""Numbers multiplied before a logarithm is taken: products stay in float64's range for numbers from 1e-19 to 1e19."""
-
-
-def sum_of_logs(values: Tensor) -> Tensor:
-    """sum(log(values)) for positive values; few logarithms, for they cost ten times a product."""
-    flat = values.reshape(-1)
-    whole = flat.numel() // FACTORS * FACTORS
-    products = flat[:whole].reshape(FACTORS, -1).prod(0)
-    if bool(torch.isfinite(products).all()) and bool((products > torch.finfo(products.dtype).tiny).all()):
-        return products.log().sum() + flat[whole:].log().sum()
-    return flat.log().sum()
-
-
-class _ShiftedLogDet(torch.autograd.Function):
-    """sum(log(scale * values + shift)) with both derivatives from one sum of reciprocals."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        shifted = values * scale + shift
-        ctx.save_for_backward(scale, shift)
-        ctx.count = shifted.numel()
-        ctx.shifted = shifted
-        return sum_of_logs(shifted)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
-        scale, shift = ctx.saved_tensors
-        by_shift = ctx.shifted.reciprocal().sum()
-        return None, gradient * (ctx.count - shift * by_shift) / scale, gradient * by_shift
-
-
-def shifted_logdet(values: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """sum(log(scale * values + shift)), differentiable once in scale and shift (0-d); the values are constants."""
-    result: Tensor = _ShiftedLogDet.apply(values, scale, shift)  # type: ignore[no-untyped-call]
-    return result

@@ -111,11 +111,13 @@ class Site:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
+    def parts(self, array: Tensor) -> list[Tensor]:
+        """(..., *shape) -> (..., *slot.shape) for each slot."""
+        return [array] if len(self.slots) == 1 else [array[..., :-1], array[..., -1:]]
+
     def scatter(self, array: Tensor, vector: Tensor, network: Network) -> None:
         """Write (..., *shape) into its places in (..., P)."""
-        spans = self.spans(network)
-        parts = [array] if len(spans) == 1 else [array[..., :-1], array[..., -1:]]
-        for slot, part, (start, stop) in zip(self.slots, parts, spans, strict=True):
+        for slot, part, (start, stop) in zip(self.slots, self.parts(array), self.spans(network), strict=True):
             vector[..., start:stop] = slot.restore(part)
 
     def to_config(self) -> dict[str, Any]:

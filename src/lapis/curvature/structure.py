@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from lapis.curvature.block import Block
 from lapis.curvature.dense import DenseBlock
 from lapis.curvature.diagonal import DiagonalBlock
 from lapis.curvature.kronecker import KroneckerBlock
 from lapis.curvature.sites import Site
+from lapis.curvature.spectrum import GroupedSpectrum, Spectrum
 from lapis.errors import MemoryBudgetError, OptionError
+from lapis.priors import WeightPrior
 
 Structure = Literal["dense", "diagonal", "kronecker"]
 
@@ -95,6 +98,17 @@ def _kronecker_bytes(site: Site) -> int:
     """Factors and their eigenvectors in float64."""
     groups, outputs, inputs = site.shape
     return 16 * groups * (outputs**2 + (inputs if site.kind == "lookup" else inputs**2))
+
+
+def grouped_spectrum(blocks: Sequence[Block], prior: WeightPrior) -> GroupedSpectrum | None:
+    """Eigenvalues of all blocks by prior group; None where some block has none to give."""
+    parts: list[tuple[int | Tensor, Spectrum]] = []
+    for block in blocks:
+        found = block.spectra(prior)
+        if found is None:
+            return None
+        parts += found
+    return GroupedSpectrum(parts, len(prior.precision))
 
 
 def to_device(blocks: Sequence[Block], device: torch.device) -> None:

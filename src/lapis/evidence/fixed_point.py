@@ -10,45 +10,40 @@ from __future__ import annotations
 
 from collections import deque
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from lapis.evidence.point import Candidate, Point, evaluate, limits
-from lapis.evidence.search import Search
+from lapis.evidence.point import Evaluate, Point, limits
+from lapis.evidence.search import HALVINGS, Search, within
 
-LONGEST_STEP = 5.0
-"""A factor of exp(5) at once: gamma at the other end of a longer step has little to do with gamma here."""
-
-HALVINGS = 30
 MEMORY = 5
 """Iterates that the extrapolation remembers."""
 
 
-def climb(candidate: Candidate, start: Point, groups: int, *, max_iterations: int, tolerance: float) -> Search:
+def climb(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: float) -> Search:
     """Iterate from `start` until every step in a logarithm is at most `tolerance`."""
-    bounds = limits(len(start.logs), groups)
+    bounds = limits(start)
     point, trace, evaluations = start, [start.value], 1
-    past: deque[tuple[Tensor, Tensor]] = deque(maxlen=MEMORY)
+    past: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=MEMORY)
     for iteration in range(max_iterations):
-        step = _within(point.logs, point.fixed_point_step(), bounds)
-        if float(step.abs().max()) <= tolerance:
+        step = within(point.logs, point.fixed_point_step(), bounds)
+        if np.abs(step).max() <= tolerance:
             return Search(point, tuple(trace), iteration, evaluations, True, f"steps below {tolerance:.1g}")
         past.append((point.logs, step))
         rounding = 1e-13 * max(1.0, abs(point.value))
         best: Point | None = None
         if len(past) > 2:
-            best = evaluate(candidate, point.logs + _within(point.logs, _extrapolated(past), bounds), groups)
+            best = evaluate(point.logs + within(point.logs, _extrapolated(past), bounds))
             evaluations += 1
             if best is not None and best.value < point.value - rounding:
                 best = None
                 past.clear()
         halving = 0
         while best is None and halving < HALVINGS:
-            trial = evaluate(candidate, point.logs + step * 0.5**halving, groups)
+            trial = evaluate(point.logs + step * 0.5**halving)
             evaluations += 1
             if trial is not None and trial.value >= point.value - rounding:
                 best = trial
-            elif float((point.slope * step).sum()) * 0.5**halving < 10 * rounding:
+            elif (point.slope @ step) * 0.5**halving < 10 * rounding:
                 return Search(point, tuple(trace), iteration, evaluations, True, "the evidence is flat to rounding")
             halving += 1
         if best is None:
@@ -60,14 +55,10 @@ def climb(candidate: Candidate, start: Point, groups: int, *, max_iterations: in
     return Search(point, tuple(trace), max_iterations, evaluations, False, reason)
 
 
-def _within(logs: Tensor, step: Tensor, bounds: Tensor) -> Tensor:
-    """The step, shortened to stay in range and to be no leap."""
-    return (logs + step.clamp(-LONGEST_STEP, LONGEST_STEP)).clamp(-bounds, bounds) - logs
-
-
-def _extrapolated(past: deque[tuple[Tensor, Tensor]]) -> Tensor:
+def _extrapolated(past: deque[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     """Anderson's step: the combination of past iterates whose steps cancel best, and its own step."""
-    places, steps = (torch.stack(parts, 1) for parts in zip(*past, strict=True))
-    differences = steps.diff(dim=1)
-    mix: Tensor = torch.linalg.lstsq(differences, steps[:, -1:], driver="gelsd").solution
-    return steps[:, -1] - ((places.diff(dim=1) + differences) @ mix)[:, 0]
+    places, steps = (np.stack(parts, 1) for parts in zip(*past, strict=True))
+    differences = np.diff(steps)
+    mix = np.linalg.lstsq(differences, steps[:, -1], rcond=None)[0]
+    moved: np.ndarray = steps[:, -1] - (np.diff(places) + differences) @ mix
+    return moved

@@ -1,39 +1,34 @@
-"""Gradient ascent on the log evidence over the logarithms of the hyperparameters, by L-BFGS."""
+"""L-BFGS on the log evidence over the logarithms of the hyperparameters, where only its slope is known."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import torch
 from scipy.optimize import minimize
 
-from lapis.evidence.point import Candidate, Point, evaluate, limits
-from lapis.evidence.search import Search
-
-FLAT = 1000
-"""A search that can raise the evidence no more in rounding has converged when its slope is this near the tolerance."""
+from lapis.evidence.point import Evaluate, Point, limits, relative_error
+from lapis.evidence.search import FLAT, Search
 
 
-def ascend(candidate: Candidate, start: Point, groups: int, *, max_iterations: int, tolerance: float) -> Search:
+def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: float) -> Search:
     """From `start` until slope / max(1, gamma), the relative error of MacKay's equations, is at most `tolerance`.
 
     Where the posterior does not exist in rounding (a precision of nothing on curvature without full rank) the evidence
     counts as very low, so that the line search turns back.
     """
-    bounds = limits(len(start.logs), groups)
+    bounds = limits(start)
     points = [start]
     trace = [start.value]
 
     def negative(logs: np.ndarray) -> tuple[float, np.ndarray]:
-        values = torch.tensor(logs, dtype=torch.float64)
-        if torch.equal(values, start.logs):
-            return -start.value, -start.slope.numpy()
-        point = evaluate(candidate, values, groups)
+        if np.array_equal(logs, start.logs):
+            return -start.value, -start.slope
+        point = evaluate(logs.copy())
         if point is None:
             return abs(start.value) * 10 + 1e10, np.zeros_like(logs)
         points.append(point)
-        return -point.value, -point.slope.numpy()
+        return -point.value, -point.slope
 
     def note(intermediate_result: Any) -> None:
         trace.append(max(-float(intermediate_result.fun), trace[-1]))
@@ -41,7 +36,7 @@ def ascend(candidate: Candidate, start: Point, groups: int, *, max_iterations: i
     goal = 0.01 * tolerance * max(1.0, float(start.gamma.sum()))
     result = minimize(
         negative,
-        start.logs.numpy(),
+        start.logs,
         jac=True,
         method="L-BFGS-B",
         bounds=[(-bound, bound) for bound in bounds.tolist()],
@@ -49,8 +44,7 @@ def ascend(candidate: Candidate, start: Point, groups: int, *, max_iterations: i
         options={"maxiter": max_iterations, "maxfun": 20 * max_iterations, "ftol": 1e-16, "gtol": goal},
     )
     best = max(points, key=lambda point: point.value)
-    inside = ((best.logs + best.slope.sign()).clamp(-bounds, bounds) - best.logs).abs() > 0
-    error = float((best.slope.abs() * inside).max()) / max(1.0, float(best.gamma.sum()))
+    error = relative_error(best, bounds)
     flat = bool(result.success) and error <= FLAT * tolerance
     reason = str(result.message)
     if error <= tolerance:

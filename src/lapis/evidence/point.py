@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class Tunable(Protocol):
 
 
 Candidate = Callable[[Tensor], Tunable]
-"""Hyperparameters (groups,), or (groups + 1,) with a factor of the noise at the end, to a posterior that has them."""
+"""Hyperparameters (G,), or (G + 1,) with a factor of the noise at the end, to a posterior that has them."""
 
 
 @dataclass(frozen=True)
@@ -47,32 +48,40 @@ class Point:
     noise's variance and n targets, d log Z / d log s = E/T + gamma - n/T, T the temperature. So the slope holds gamma.
     """
 
-    logs: Tensor
+    logs: np.ndarray
     value: float
-    slope: Tensor
-    penalty: Tensor
+    slope: np.ndarray
+    penalty: np.ndarray
     """alpha_g |theta_g - m_g|^2 for each group."""
-    errors: Tensor | None
+    errors: float | None
     """E/T, or None when the noise is not tuned."""
+    spread: np.ndarray | None = None
+    """V_g, which the second derivatives are made of (see `spectral`); None when only the slope is known."""
 
     @cached_property
-    def gamma(self) -> Tensor:
+    def gamma(self) -> np.ndarray:
         """Effective parameters of each group."""
-        return (2 * self.slope[: len(self.penalty)] + self.penalty).clamp(min=0)
+        gamma: np.ndarray = np.maximum(2 * self.slope[: len(self.penalty)] + self.penalty, 0)
+        return gamma
 
-    def fixed_point_step(self) -> Tensor:
+    def fixed_point_step(self) -> np.ndarray:
         """From here to alpha_g = gamma_g / |theta_g - m_g|^2 and noise^2 = SSE / (n - T gamma), in logarithms."""
-        tiny = torch.finfo(torch.float64).tiny
-        step = self.gamma.clamp(min=tiny).log() - self.penalty.clamp(min=tiny).log()
+        step: np.ndarray = _log(self.gamma) - _log(self.penalty)
         if self.errors is None:
             return step
-        free = (self.errors - self.slope[-1]).clamp(min=tiny)  # (n - T gamma) / T
-        return torch.cat([step, 0.5 * (self.errors.clamp(min=tiny).log() - free.log()).reshape(1)])
+        free = self.errors - self.slope[-1]  # (n - T gamma) / T
+        return np.append(step, 0.5 * (_log(self.errors) - _log(free)))
 
 
-def evaluate(candidate: Candidate, logs: Tensor, groups: int) -> Point | None:
-    """The evidence at exp(logs) (float64, on the processor), or None where the posterior does not exist in rounding."""
-    leaf = logs.detach().clone().requires_grad_()
+def _log(values: Any) -> np.ndarray:
+    """Of what may have reached zero."""
+    logs: np.ndarray = np.log(np.maximum(values, np.finfo(np.float64).tiny))
+    return logs
+
+
+def evaluate(candidate: Candidate, logs: np.ndarray) -> Point | None:
+    """The evidence of a candidate at exp(logs), its slope by automatic differentiation."""
+    leaf = torch.tensor(logs, dtype=torch.float64, requires_grad=True)
     try:
         with torch.enable_grad():
             model = candidate(leaf.exp())
@@ -84,14 +93,26 @@ def evaluate(candidate: Candidate, logs: Tensor, groups: int) -> Point | None:
         return None
     prior = model.weight_prior
     weights, statistics = model.evidence_point()
-    penalty = (prior.precision * prior.squared_distance(weights)).detach().cpu()
+    penalty = (prior.precision * prior.squared_distance(weights)).detach().cpu().numpy()
     errors = None
-    if len(logs) > groups and model.likelihood.noise is not None:
+    if len(logs) > len(penalty) and model.likelihood.noise is not None:
         squared, _ = statistics.detach().cpu().chunk(2)
-        errors = (squared / model.likelihood.noise.detach().cpu().double() ** 2).sum() / model.temperature
-    return Point(leaf.detach(), float(value.detach()), slope.detach(), penalty, errors)
+        errors = float((squared / model.likelihood.noise.detach().cpu().double() ** 2).sum()) / model.temperature
+    return Point(logs, float(value.detach()), slope.numpy(), penalty, errors)
 
 
-def limits(length: int, groups: int) -> Tensor:
+Evaluate = Callable[[np.ndarray], "Point | None"]
+"""Logarithms of the hyperparameters to the evidence there, None where the posterior does not exist in rounding."""
+
+
+def limits(point: Point) -> np.ndarray:
     """Largest |log| of each hyperparameter: the noise enters by its square."""
-    return torch.tensor([LARGEST_LOG] * groups + [LARGEST_LOG / 2] * (length - groups), dtype=torch.float64)
+    bounds = np.full_like(point.logs, LARGEST_LOG)
+    bounds[len(point.penalty) :] /= 2
+    return bounds
+
+
+def relative_error(point: Point, bounds: np.ndarray) -> float:
+    """Of MacKay's equations: the largest slope that does not point out of range, over max(1, gamma)."""
+    inside = (np.abs(point.logs) < bounds) | (point.slope * point.logs < 0)
+    return float((np.abs(point.slope) * inside).max()) / max(1.0, float(point.gamma.sum()))

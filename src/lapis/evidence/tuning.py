@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from lapis.errors import LapisWarning, NotPositiveDefiniteError, OptionError
+from lapis.evidence import gradient, newton
 from lapis.evidence.fixed_point import climb
-from lapis.evidence.gradient import ascend
-from lapis.evidence.point import Candidate, Point, evaluate, limits
+from lapis.evidence.point import LARGEST_LOG, Evaluate, Point, limits
 
 Method = Literal["gradient", "fixed_point"]
 
@@ -55,7 +57,7 @@ class Tuning:
 
 
 def tune(
-    candidate: Candidate,
+    evaluate: Evaluate,
     start: Tensor,
     names: Sequence[str],
     sizes: Tensor,
@@ -67,11 +69,12 @@ def tune(
     """Positive hyperparameters (G,), or (G + 1,) with the noise's factor last, that maximise the evidence.
 
     Args:
-        candidate: the posterior that has given hyperparameters.
+        evaluate: the evidence at given logarithms of the hyperparameters.
         start: where to begin.
         names: of the G prior groups.
         sizes: weights in each group, (G,).
-        method: "gradient" (L-BFGS on logarithms) or "fixed_point" (MacKay's updates).
+        method: "gradient" (Newton's method on logarithms where second derivatives are known, else L-BFGS) or
+            "fixed_point" (MacKay's updates).
         tolerance: on MacKay's equations: their largest relative error (gradient, default 1e-6), or the largest step
             in a logarithm (fixed point, default 1e-8).
     """
@@ -86,9 +89,8 @@ def tune(
             got=f"max_iterations={max_iterations}, tolerance={tolerance}",
             do="leave them out",
         )
-    groups = len(names)
-    bounds = limits(len(start), groups)
-    first = evaluate(candidate, start.detach().cpu().double().log().clamp(-bounds, bounds), groups)
+    logs = start.detach().cpu().double().log().clamp(-LARGEST_LOG, LARGEST_LOG).numpy()
+    first = evaluate(logs)
     if first is None:
         raise NotPositiveDefiniteError(
             "The evidence does not exist at the present prior and noise",
@@ -96,12 +98,13 @@ def tune(
             got="one that is not, in float64",
             do="begin from a larger prior precision: posterior.with_prior(...)",
         )
-    if method == "gradient":
-        search = ascend(candidate, first, groups, max_iterations=max_iterations, tolerance=tolerance or 1e-6)
+    if method == "fixed_point":
+        search = climb(evaluate, first, max_iterations=max_iterations, tolerance=tolerance or 1e-8)
     else:
-        search = climb(candidate, first, groups, max_iterations=max_iterations, tolerance=tolerance or 1e-8)
+        ascend = gradient.ascend if first.spread is None else newton.ascend
+        search = ascend(evaluate, first, max_iterations=max_iterations, tolerance=tolerance or 1e-6)
     best = search.point
-    reached = (best.logs.abs() >= bounds * (1 - 1e-9)).tolist()
+    reached = (np.abs(best.logs) >= limits(best) * (1 - 1e-9)).tolist()
     tuning = Tuning(
         method,
         best.value,
@@ -115,16 +118,16 @@ def tune(
         tuple(best.gamma.tolist()),
         tuple(name for name, hit in zip([*names, "noise"], reached, strict=False) if hit),
     )
-    for message in degeneracies(best, tuning, sizes.cpu()):
+    for message in degeneracies(best, tuning, sizes.cpu().numpy()):
         warnings.warn(message, LapisWarning, stacklevel=4)
-    return best.logs.exp().to(start.device), tuning
+    return torch.from_numpy(np.exp(best.logs)).to(start.device), tuning
 
 
-def degeneracies(point: Point, tuning: Tuning, sizes: Tensor) -> list[str]:
+def degeneracies(point: Point, tuning: Tuning, sizes: np.ndarray) -> list[str]:
     """What the data could not decide, and why, in words."""
     found = []
     share = point.gamma / sizes
-    distance = point.penalty / point.logs[: len(sizes)].exp()
+    distance = point.penalty / np.exp(point.logs[: len(sizes)])
     tight = point.logs[: len(sizes)] > 0
     cases = (
         (distance <= 0, "has weights exactly at the prior's mean, so that its precision has no upper limit"),
@@ -141,7 +144,7 @@ def degeneracies(point: Point, tuning: Tuning, sizes: Tensor) -> list[str]:
     )
     told = set()
     for where, why in cases:
-        names = [tuning.groups[i] for i in where.nonzero().flatten().tolist()]
+        names = [tuning.groups[i] for i in np.flatnonzero(where)]
         told.update(names)
         if names:
             found.append(f"Prior {_listed(names)} {why}. Share its precision with other weights, or fix it.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -15,9 +15,14 @@ from lapis.curvature.fit import WORK_BYTES, Curvature, check_outputs, examples_a
 from lapis.curvature.record import Record
 from lapis.errors import DataError, MemoryBudgetError, OptionError
 from lapis.network import Network
+from lapis.posteriors.drawn import DrawnNetwork
+from lapis.posteriors.pooling import QuickPooling
 from lapis.predictions import LatentGaussian
 
 Kind = Literal["diagonal", "full", "joint"]
+
+DRAWS = 20
+"""Networks drawn for a sampled prediction when no number is asked for."""
 
 
 def check_inputs(inputs: Inputs, network: Network, signature: str) -> Inputs:
@@ -78,21 +83,24 @@ def linearised(
 
 
 def sampled(
-    network: Network,
+    drawn: DrawnNetwork,
     curvature: Curvature,
-    draw: Callable[..., Tensor],
     inputs: Inputs,
-    samples: int,
+    samples: int | None,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, torch.Size]:
     """Outputs (S, B, T, C) of drawn networks, one draw in memory at a time, and the raw output's shape."""
+    samples = DRAWS if samples is None else samples
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise OptionError("No networks to draw", expected="samples >= 1", got=repr(samples), do="ask for some draws")
+    network = drawn.network
     generator = generator or torch.Generator(network.device).manual_seed(0)
     outputs = []
     with network.prepared(), torch.no_grad():
         for _ in range(samples):
-            raw = network.call(inputs, network.unflatten(draw(1, generator=generator)[0]))
+            parameters = drawn.draw(generator)
+            with QuickPooling():
+                raw = network.call(inputs, parameters)
             outputs.append(curvature.tape.outputs(raw))
             check_outputs(outputs[-1], curvature.outputs, "this batch")
     return torch.stack(outputs), raw.shape

@@ -14,12 +14,14 @@ from torch import Tensor
 from lapis.batches import Inputs, batches
 from lapis.curvature.block import BlockGaussian
 from lapis.curvature.fit import Curvature, accumulate
-from lapis.curvature.structure import Structure
+from lapis.curvature.spectrum import GroupedSpectrum
+from lapis.curvature.structure import Structure, grouped_spectrum
 from lapis.errors import DataError, MemoryBudgetError, ModelError, OptionError
 from lapis.evidence import TangentMode, Training, Tuning
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.posteriors import functional, tuning
+from lapis.posteriors.drawn import DrawnNetwork, white_noise
 from lapis.predictions import LatentGaussian, LatentSamples, Prediction
 from lapis.predictions import predict as predict_outputs
 from lapis.priors import Groups, Prior, WeightPrior, as_prior
@@ -74,6 +76,10 @@ class LaplacePosterior:
         """The posterior of each block of weights."""
         return [block.gaussian(self.weight_prior, self.scale) for block in self.curvature.blocks]
 
+    def spectrum(self) -> GroupedSpectrum | None:
+        """Eigenvalues of the curvature by prior group, where they are known and decide the log-determinant."""
+        return grouped_spectrum(self.curvature.blocks, self.weight_prior)
+
     def summary(self) -> str:
         """A few lines: size, structure, prior, evidence, and choices made."""
         precision = self.weight_prior.precision.detach()
@@ -118,12 +124,10 @@ class LaplacePosterior:
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise OptionError("Nothing to sample", expected="a number n >= 1", got=repr(n), do="ask for some draws")
-        device = self.network.device
-        generator = generator or torch.Generator(device).manual_seed(0)
-        options: Any = {"dtype": self.mean.dtype, "generator": generator, "device": generator.device}
+        generator = generator or torch.Generator(self.network.device).manual_seed(0)
         # drawn one by one, so that n draws at once and n draws in turn are the same
-        noise = torch.stack([torch.randn(self.n_weights, **options) for _ in range(n)])
-        parts = torch.split(noise.to(device), [block.size for block in self.curvature.blocks], -1)
+        noise = torch.stack([white_noise(self.network, generator) for _ in range(n)])
+        parts = torch.split(noise, [block.size for block in self.curvature.blocks], -1)
         draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self.gaussians, parts, strict=True)]
         return self._to_flat(draws).add_(self.mean)
 
@@ -164,6 +168,11 @@ class LaplacePosterior:
     # evidence --------------------------------------------------------------------------------------
 
     def _logdet(self) -> Tensor:
+        """log |A|, on eigenvalues where these are at hand."""
+        spectrum = self.spectrum()
+        total = None if spectrum is None else spectrum.logdet(self.weight_prior.precision, self.scale)
+        if total is not None and bool(torch.isfinite(total)):
+            return total.to(self.network.device)
         return torch.stack([gaussian.logdet() for gaussian in self.gaussians]).sum()
 
     def log_likelihood(self) -> Tensor:
@@ -211,8 +220,8 @@ class LaplacePosterior:
         the result is stationary in both. `tuning` on the result tells how it went.
 
         Args:
-            method: "gradient" (L-BFGS on logarithms) or "fixed_point" (MacKay: alpha_g = gamma_g / |theta_g - m_g|^2,
-                noise^2 = SSE / (n - gamma), damped where the evidence would fall).
+            method: "gradient" (on logarithms, by Newton's method where eigenvalues decide the evidence, else L-BFGS) or
+                "fixed_point" (MacKay: alpha_g = gamma_g / |theta_g - m_g|^2, noise^2 = SSE / (n - gamma), damped).
             groups: group the prior anew first: see `lapis.Prior`.
             noise: tune it too, where there is one. A noise for each output keeps its proportions.
             tolerance: on the relative error of MacKay's equations (gradient) or on the steps in logarithms.
@@ -256,6 +265,8 @@ class LaplacePosterior:
         resolved = chosen.resolve(self.network)
         for block in self.curvature.blocks:
             block.check(resolved)
+        if resolved.differs_in_precision_only(self.weight_prior):
+            resolved = self.weight_prior.with_precision(resolved.precision)
         return replace(self, prior=chosen, weight_prior=resolved, tuning=None, tangent=None)
 
     def with_noise(self, noise: float | Tensor) -> LaplacePosterior:
@@ -342,8 +353,8 @@ class LaplacePosterior:
                 )
             self._check_model()
             inputs = functional.check_inputs(x, self.network, self.curvature.signature)
-            count = 20 if samples is None else samples
-            values, shape = functional.sampled(self.network, self.curvature, self.sample, inputs, count, generator)
+            drawn = DrawnNetwork(self.network, self.curvature.blocks, self.gaussians, self.mean, inputs)
+            values, shape = functional.sampled(drawn, self.curvature, inputs, samples, generator)
             return predict_outputs(self.likelihood, LatentSamples(values), raw_shape=shape, link=link)
         if method != "linearised":
             raise OptionError("Unknown method", expected='"linearised" or "sampled"', got=repr(method), do="choose one")

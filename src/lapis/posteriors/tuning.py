@@ -5,15 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lapis.batches import batches, digest
+from lapis.curvature.block import common_group
 from lapis.curvature.dense import DenseBlock
 from lapis.errors import DataError, LapisWarning, OptionError
-from lapis.evidence import Products, TangentProblem
+from lapis.evidence import Evaluate, Products, SpectralEvidence, TangentProblem, evaluate
 from lapis.evidence import tune as maximise
 from lapis.priors import Groups, Prior
 
@@ -33,17 +35,20 @@ def tune(
     if groups is not None:
         posterior = regrouped(posterior, groups)
     count = len(posterior.weight_prior.precision)
-    for block in posterior.curvature.blocks:
-        if isinstance(block, DenseBlock) and count == 1:
-            block.eigenvalues()
-    candidate = _candidates(posterior, count, noise)
+    candidate = candidates(posterior, count, noise)
     start = posterior.weight_prior.precision.detach()
     if noise and posterior.likelihood.noise is not None:
         start = torch.cat([start, start.new_ones(1)])
     prior = posterior.weight_prior
     names = prior.labels if prior.group_of is not None else tuple(f"weight {i}" for i in range(count))
     best, tuning = maximise(
-        candidate, start, names, prior.sizes(), method=method, max_iterations=max_iterations, tolerance=tolerance
+        spectral_evidence(posterior, noise) or partial(evaluate, candidate),
+        start,
+        names,
+        prior.sizes(),
+        method=method,
+        max_iterations=max_iterations,
+        tolerance=tolerance,
     )
     return checked(replace(candidate(best), tuning=tuning))
 
@@ -61,7 +66,35 @@ def checked(posterior: LaplacePosterior) -> LaplacePosterior:
     return posterior
 
 
-def _candidates(posterior: LaplacePosterior, count: int, noise: bool) -> Callable[[Tensor], LaplacePosterior]:
+def spectral_evidence(posterior: LaplacePosterior, noise: bool) -> Evaluate | None:
+    """The evidence on the curvature's eigenvalues; None where they do not decide it, or theta* moves with the prior."""
+    prior = posterior.weight_prior
+    if posterior.tangent is not None:
+        return None
+    for block in posterior.curvature.blocks:
+        if isinstance(block, DenseBlock) and common_group(prior, block.sites) is not None:
+            block.eigenvalues()
+    spectrum = posterior.spectrum()
+    if spectrum is None:
+        return None
+    statistics, temperature = posterior.curvature.statistics, posterior.temperature
+    errors = targets = 0.0
+    if noise and posterior.likelihood.noise is not None:
+        squared, counts = statistics.chunk(2)
+        errors = float((squared / posterior.likelihood.noise.detach().double() ** 2).sum()) / temperature
+        targets = float(counts.sum()) / temperature
+    return SpectralEvidence(
+        spectrum,
+        float(posterior.scale.detach()),
+        prior.sizes().cpu().numpy(),
+        prior.squared_distance(posterior.mean).cpu().numpy(),
+        float(posterior.log_likelihood().detach()) / temperature,
+        errors,
+        targets,
+    )
+
+
+def candidates(posterior: LaplacePosterior, count: int, noise: bool) -> Callable[[Tensor], LaplacePosterior]:
     """The posterior as a function of its hyperparameters; at theta*, every candidate finds its own, warm-started."""
     base = posterior.likelihood.noise if noise else None
     latest = posterior.tangent

@@ -59,7 +59,7 @@ def train(
     """Train a network, and return the Laplace posterior of the epoch with the highest evidence.
 
     The loss is -log p(D | theta) - log p(theta). After `burn_in` epochs, and every `every` epochs from then on,
-    curvature is refitted, `hyper_steps` steps of L-BFGS raise the evidence in prior precisions and noise, and training
+    curvature is refitted, `hyper_steps` steps of `tune` raise the evidence in prior precisions and noise, and training
     goes on under these. No validation data are needed. The model ends with the weights of the best epoch; `training` on
     the result tells how it went.
 

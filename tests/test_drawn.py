@@ -1,0 +1,96 @@
+"""Drawn networks that never form their weights give the outputs of `sample`'s draws; quick pooling gives torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lapis
+from lapis.posteriors.drawn import Matrix
+from lapis.posteriors.pooling import QuickPooling
+
+F64 = torch.float64
+
+
+class OtherUses(nn.Module):
+    """One matrix tied between a linear layer, a bare product and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(12, 12), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x).tanh()
+        h = h + F.linear(2 * x, self.one.weight) + F.linear(input=h, weight=self.one.weight, bias=self.one.bias)
+        return self.two(h @ self.one.weight.T) / self.one.weight.norm()
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "wide": (lambda: nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 2)), (40,)),
+    "narrow": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (3,)),
+    "flattened": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(24, 20, bias=False), nn.Linear(20, 2)), (4, 6)),
+    "tokens": (lambda: nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Flatten(), nn.Linear(40, 2)), (2, 30)),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 2)),
+        (1, 8, 8),
+    ),
+    "other uses": (OtherUses, (12,)),
+}
+
+
+@pytest.mark.parametrize(("bias", "groups"), [("joint", "one"), ("joint", "parameter"), ("separate", "layer")])
+@pytest.mark.parametrize("structure", ["kronecker", "diagonal", "dense"])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_drawn_networks_are_those_of_sample(name: str, structure: str, bias: str, groups: str) -> None:
+    build, shape = NETWORKS[name]
+    model, x = build().double(), torch.randn(9, *shape, dtype=F64)
+    data = x[:6], torch.randn(6, 2, dtype=F64)
+    prior = lapis.Prior(3.0, groups=groups)
+    posterior = lapis.laplace(model, data, "regression", structure=structure, bias=bias, prior=prior)  # type: ignore[arg-type]
+    if groups == "parameter":
+        precision = torch.linspace(1.0, 4.0, len(posterior.weight_prior.precision), dtype=F64)
+        posterior = posterior.with_prior(lapis.Prior(precision, groups=groups))
+    before = x.clone()
+    found = posterior.predict(x, method="sampled", samples=3, generator=torch.Generator().manual_seed(5))
+    draws = posterior.sample(3, generator=torch.Generator().manual_seed(5))
+    outputs = torch.stack(
+        [torch.func.functional_call(model, draw, (x,)).detach() for draw in lapis.unflatten(draws, posterior)]
+    )
+    torch.testing.assert_close(found.mean, outputs.mean(0), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.epistemic_variance, outputs.var(0, unbiased=False), rtol=1e-9, atol=1e-10)
+    assert torch.equal(x, before)
+
+
+def test_wide_layers_are_not_formed_and_share_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    formed: list[torch.Size] = []
+    original = Matrix.formed
+
+    def noted(self: Matrix) -> Tensor:
+        formed.append(self.weight.shape)
+        return original(self)
+
+    monkeypatch.setattr(Matrix, "formed", noted)
+    model, x = NETWORKS["wide"][0]().double(), torch.randn(9, 40, dtype=F64)
+    posterior = lapis.laplace(model, (x, torch.randn(9, 2, dtype=F64)), "regression", structure="kronecker")
+    posterior.predict(x, method="sampled", samples=4)
+    assert formed == [torch.Size((2, 30))] * 4
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 9, 8), (3, 7, 7), (1, 1, 4, 4)])
+@pytest.mark.parametrize("options", [
+    {"kernel_size": 2}, {"kernel_size": 3, "stride": 2}, {"kernel_size": (2, 3), "stride": (1, 2)},
+    {"kernel_size": 3, "stride": 1}, {"kernel_size": 2, "padding": 1}, {"kernel_size": 2, "dilation": 2},
+    {"kernel_size": 3, "stride": 2, "ceil_mode": True}, {"kernel_size": 4},
+])  # fmt: skip
+def test_quick_pooling_is_pooling(shape: tuple[int, ...], options: dict[str, object]) -> None:
+    x = torch.randn(shape)
+    x[..., 1, 1] = torch.nan
+    expected = nn.MaxPool2d(**options)(x)  # type: ignore[arg-type]
+    with torch.no_grad(), QuickPooling():
+        torch.testing.assert_close(nn.MaxPool2d(**options)(x), expected, rtol=0, atol=0, equal_nan=True)  # type: ignore[arg-type]
+        values, places = F.max_pool2d(x, 2, return_indices=True)
+    assert values.shape == places.shape
