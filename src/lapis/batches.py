@@ -6,6 +6,7 @@ tensor counts examples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,11 +56,12 @@ class Batch:
         return batch_length(self.inputs)
 
     def split(self, size: int) -> Iterator[Batch]:
-        """Parts of at most `size` examples, in order."""
+        """Parts of at most `size` examples, in order, as even as can be."""
         length = len(self)
         if length <= size:
             yield self
             return
+        size = math.ceil(length / math.ceil(length / size))
         for start in range(0, length, size):
             stop = min(start + size, length)
             yield Batch(take(self.inputs, start, stop), self.targets[start:stop], self.index, self.start + start)

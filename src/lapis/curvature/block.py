@@ -23,8 +23,8 @@ class Block(ABC):
     """Curvature of some sites' weights: a sum over data, kept in float64."""
 
     kind: ClassVar[str]
-    looped_seeds: ClassVar[int] = 5
-    """Seeds to collect, where they go back one by one, before they are added: J is a product, wider with more seeds."""
+    forms_jacobian: ClassVar[bool] = True
+    """Whether seeds are multiplied with the layers' inputs, so that several at once make wider products."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites = tuple(sites)

@@ -10,7 +10,7 @@ stored whole unless a structure asks for its `rows`:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,10 +29,11 @@ NARROW = 64
 class Outer:
     """Inputs a (K, B, T, I) and gradients g (K, M, B, T, O), in any memory order.
 
-    With `bias`, the inputs have one more column of ones that is not written out.
+    The inputs are made when they are asked for: patches of a convolution take many times the memory of its images.
+    With `bias`, they have one more column of ones that is not written out.
     """
 
-    a: Tensor
+    inputs: Callable[[], Tensor]
     g: Tensor
     bias: bool = False
     shared: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -42,42 +43,34 @@ class Outer:
     def dtype(self) -> torch.dtype:
         return self.g.dtype
 
-    @property
-    def columns(self) -> int:
-        """Inputs, the bias included."""
-        return self.a.shape[-1] + int(self.bias)
-
     def rows(self) -> Tensor:
         """J as (M, B, K*O*I)."""
         groups, seeds, batch, positions, outputs = self.g.shape
         if positions == 1:
             g = self.g.squeeze(3).permute(1, 2, 0, 3)
-            a = self.a.squeeze(2).transpose(0, 1)
-            jacobian = g.new_empty(seeds, batch, groups, outputs, self.columns)
+            a = self.inputs().squeeze(2).transpose(0, 1)
+            jacobian = g.new_empty(seeds, batch, groups, outputs, a.shape[-1] + int(self.bias))
             torch.mul(g[..., None], a[:, :, None], out=jacobian[..., : a.shape[-1]])
             if self.bias:
                 jacobian[..., -1] = g
             return jacobian.flatten(2)
         g = self.g.permute(2, 0, 1, 4, 3).reshape(batch * groups, seeds * outputs, positions)
-        jacobian = torch.bmm(g, self._inputs(slice(None)))
+        jacobian = torch.bmm(g, _matrices(self.inputs()))
         if self.bias:
             jacobian = torch.cat([jacobian, g.sum(-1, keepdim=True)], -1)
         return jacobian.reshape(batch, groups, seeds, outputs, -1).permute(2, 0, 1, 3, 4).reshape(seeds, batch, -1)
 
-    def _inputs(self, examples: slice) -> Tensor:
-        """a as (b * K, T, I)."""
-        return self.a[:, examples].transpose(0, 1).flatten(0, 1)
-
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """J in pieces that fit the cache: (examples, outputs, J as (b, K, M, o, I), its bias column (b, K, M, o))."""
         groups, seeds, batch, positions, outputs = self.g.shape
-        inputs = self.a.shape[-1]
+        every = self.inputs()
+        inputs = every.shape[-1]
         row = groups * seeds * max(inputs, 1) * self.g.element_size()
         o_step = max(1, min(outputs, CHUNK_BYTES // row))
         b_step = max(1, min(batch, CHUNK_BYTES // (row * o_step)))
         for b in range(0, batch, b_step):
             examples = slice(b, min(b + b_step, batch))
-            a = self._inputs(examples)
+            a = _matrices(every[:, examples])
             for o in range(0, outputs, o_step):
                 chosen = slice(o, min(o + o_step, outputs))
                 g = self.g[:, :, examples, :, chosen].permute(2, 0, 1, 4, 3)
@@ -86,27 +79,24 @@ class Outer:
 
     def square_sum(self) -> Tensor:
         """sum over examples and seeds of J^2, (K, O, I)."""
-        groups, _, _, positions, outputs = self.g.shape
-        inputs = self.a.shape[-1]
-        total = self.g.new_zeros(groups, outputs, self.columns)
-        if positions == 1:
+        if self.g.shape[3] == 1:
             g2 = self.g.squeeze(3).square().sum(1)
-            total[..., :inputs] = torch.bmm(g2.mT, self.a.squeeze(2).square())
-            if self.bias:
-                total[..., -1] = g2.sum(1)
-            return total
+            total = torch.bmm(g2.mT, self.inputs().squeeze(2).square())
+            return torch.cat([total, g2.sum(1)[..., None]], -1) if self.bias else total
+        parts: dict[int, Tensor] = {}
         for _, chosen, jacobian, column in self.pieces():
-            total[:, chosen, :inputs] += jacobian.square_().sum((0, 2))
+            part = jacobian.square_().sum((0, 2))
             if self.bias:
-                total[:, chosen, -1] += column.square().sum((0, 2))
-        return total
+                part = torch.cat([part, column.square().sum((0, 2))[..., None]], -1)
+            parts[chosen.start] = parts[chosen.start] + part if chosen.start in parts else part
+        return torch.cat(list(parts.values()), 1)
 
     def covariance(self, variance: Tensor, diagonal: bool) -> Tensor:
         """J diag(variance) J^T for each example: (B, M, M), or its diagonal (B, M). `variance`: (K, O, I)."""
         groups, seeds, batch, positions, outputs = self.g.shape
-        inputs = self.a.shape[-1]
+        inputs = variance.shape[-1] - int(self.bias)
         if positions == 1:
-            weight = torch.bmm(self.a.squeeze(2).square(), variance[..., :inputs].mT)
+            weight = torch.bmm(self.inputs().squeeze(2).square(), variance[..., :inputs].mT)
             if self.bias:
                 weight += variance[:, None, :, -1]
             weight = weight.transpose(0, 1).reshape(batch, 1, groups * outputs)
@@ -125,7 +115,7 @@ class Outer:
         """J diag(variance) J^T over all examples together: (B, M, B, M)."""
         groups, seeds, batch, _, outputs = self.g.shape
         total = self.g.new_zeros(batch * seeds, batch * seeds)
-        step = max(1, CHUNK_BYTES // (self.g.element_size() * batch * seeds * groups * self.columns))
+        step = max(1, CHUNK_BYTES // (self.g.element_size() * batch * seeds * groups * variance.shape[-1]))
         for o in range(0, outputs, step):
             rows = (
                 replace(self, g=self.g[..., o : o + step], shared={}).rows().transpose(0, 1).reshape(batch * seeds, -1)
@@ -136,27 +126,30 @@ class Outer:
     def gradient(self, coefficients: Tensor) -> Tensor:
         """sum over examples of coefficient_b J[b, 0], (K, O, I)."""
         g = (self.g[:, 0] * coefficients[:, None, None]).flatten(1, 2).mT
-        total = torch.bmm(g, self.a.flatten(1, 2))
+        total = torch.bmm(g, self.inputs().flatten(1, 2))
         return torch.cat([total, g.sum(-1, keepdim=True)], -1) if self.bias else total
 
     def rotate(self, inputs: Tensor, outputs: Tensor) -> Outer | Rows:
         """In the bases of `inputs` (K, I, I) and `outputs` (K, O, O): a Q_A and g Q_G, or J where that is smaller."""
-        width = self.a.shape[-1]
-        if self.a.shape[2] > self.columns:
-            return Rows(self.rows()).rotate(inputs, outputs, (self.g.shape[0], self.g.shape[-1], self.columns))
-        a = torch.bmm(self.a.flatten(1, 2), inputs[:, :width])
+        groups, _, batch, positions, width = self.g.shape
+        columns = inputs.shape[-1]
+        if positions > columns:
+            return Rows(self.rows()).rotate(inputs, outputs, (groups, width, columns))
+        a = torch.bmm(self.inputs().flatten(1, 2), inputs[:, : columns - int(self.bias)])
         if self.bias:
-            a += inputs[:, width:]
+            a += inputs[:, -1:]
+        a = a.reshape(groups, batch, positions, columns)
         g = torch.bmm(self.g.flatten(1, 3), outputs)
-        return Outer(a.reshape(*self.a.shape[:3], -1), g.reshape(self.g.shape))
+        return Outer(lambda: a, g.reshape(self.g.shape))
 
     def reduced(self) -> Outer:
         """Positions merged: the mean of a, the sum of g."""
-        return replace(self, a=self.a.mean(2, keepdim=True), g=self.g.sum(3, keepdim=True), shared={})
+        inputs = self.inputs
+        return replace(self, inputs=lambda: inputs().mean(2, keepdim=True), g=self.g.sum(3, keepdim=True), shared={})
 
     def add_input_moment(self, total: Tensor) -> None:
         """Add the lower triangle of the sum over examples and positions of a a^T to `total` (K, I, I)."""
-        for group, each in enumerate(self.a.flatten(1, 2)):
+        for group, each in enumerate(self.inputs().flatten(1, 2)):
             width = each.shape[1]
             add_half_gram(total[group, :width, :width], each)
             if self.bias:
@@ -179,7 +172,12 @@ class Outer:
     @property
     def positions(self) -> int:
         """Examples times positions."""
-        return self.a.shape[1] * self.a.shape[2]
+        return self.g.shape[2] * self.g.shape[3]
+
+
+def _matrices(a: Tensor) -> Tensor:
+    """(K, b, T, I) as (b * K, T, I)."""
+    return a.transpose(0, 1).flatten(0, 1)
 
 
 def _weighted(jacobian: Tensor, variance: Tensor, diagonal: bool) -> Tensor:
@@ -216,7 +214,7 @@ class Lookup:
 
     def as_outer(self) -> Outer:
         """The same with one-hot inputs written out."""
-        return Outer(self._one_hot()[None], self.g.mT[None])
+        return Outer(lambda: self._one_hot()[None], self.g.mT[None])
 
     def rows(self) -> Tensor:
         return self.as_outer().rows()

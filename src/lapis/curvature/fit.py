@@ -25,6 +25,9 @@ from lapis.progress import track
 WORK_BYTES = 64 * 2**20
 """Working memory that one pass aims at, when the budget allows it."""
 
+COLLECTED_SEEDS = 3
+"""Seeds that go back one by one are multiplied with the layers' inputs so many at a time."""
+
 LARGEST_ADAPTED_BLOCK = 2**25 - 2**16
 """Just below the largest block that glibc's malloc adapts to (32 MiB)."""
 
@@ -50,6 +53,10 @@ class Curvature:
     def __post_init__(self) -> None:
         index = {id(site): i for i, site in enumerate(self.tape.sites)}
         self.places = [[index[id(site)] for site in block.sites] for block in self.blocks]
+
+    @property
+    def forms_jacobian(self) -> bool:
+        return any(block.forms_jacobian for block in self.blocks if block.sites[0].kind != "rows")
 
     def clone(self) -> Curvature:
         return Curvature(
@@ -102,9 +109,10 @@ def _add(
         assert isinstance(block, DenseBlock)
         add_hessian(block, network, likelihood, record, targets)
         return
+    record.keep_inputs = curvature.forms_jacobian
     at_once = seeds_at_once(curvature, len(batch), work)
-    if not record.batched():
-        at_once = min(at_once, *(block.looped_seeds for block in curvature.blocks))
+    if not record.batched():  # one by one: collected only for wider products
+        at_once = min(at_once, COLLECTED_SEEDS) if curvature.forms_jacobian else 1
     for number, seeds in enumerate(_seeds(curvature, likelihood, f, targets, generator, at_once)):
         contributions = record.contributions(seeds.detach())  # a noise may have a graph: sums over data have none
         for block, places in zip(curvature.blocks, curvature.places, strict=True):
@@ -113,9 +121,11 @@ def _add(
 
 def _bytes(curvature: Curvature) -> tuple[int, int]:
     """Working memory for an example: independent of seeds, and for each seed."""
-    inputs, gradients = curvature.tape.example_bytes
+    inputs, most, gradients = curvature.tape.example_bytes
     rows = sum(block.size for block in curvature.blocks if isinstance(block, DenseBlock))
-    return 2 * inputs, gradients + rows * curvature.tape.network.dtype.itemsize
+    # outputs of layers, before and after what follows them, are about as large as gradients
+    fixed = 2 * (inputs if curvature.forms_jacobian else most) + 2 * gradients
+    return fixed, gradients + rows * curvature.tape.network.dtype.itemsize
 
 
 def examples_at_once(curvature: Curvature, seeds: int, work: int) -> int:

@@ -31,7 +31,7 @@ class KroneckerBlock(Block):
     """
 
     kind = "kronecker"
-    looped_seeds = 1  # J is never formed: collecting seeds would only copy them
+    forms_jacobian = False
 
     def __init__(self, sites: Sequence[Site], sharing: str = "expand") -> None:
         super().__init__(sites)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Inputs
-from lapis.curvature.contributions import Lookup, Outer
+from lapis.curvature.contributions import Outer, Rows
 from lapis.curvature.layers import LookupUse, OuterUse, Use
 from lapis.curvature.record import Record
 from lapis.curvature.sites import Site, Slot, whole
@@ -41,17 +41,15 @@ def plan(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs, 
     return tape
 
 
-def _example_bytes(record: Record) -> tuple[int, int]:
-    """Memory for one example: inputs, and gradients for one seed."""
-    inputs = gradients = 0
+def _example_bytes(record: Record) -> tuple[int, int, int]:
+    """Memory for one example: all layers' inputs, those of the layer with most, and gradients for one seed."""
+    inputs, gradients = [0], 0
     for contribution in record.contributions(torch.ones_like(record.f)[None]):
         if isinstance(contribution, Outer):
-            inputs += contribution.a.numel()
-            gradients += contribution.g.numel()
-        else:
-            gradients += contribution.g.numel() if isinstance(contribution, Lookup) else contribution.values.numel()
+            inputs.append(contribution.inputs().numel())
+        gradients += contribution.values.numel() if isinstance(contribution, Rows) else contribution.g.numel()
     size = record.f.element_size()
-    return inputs * size // len(record), gradients * size // len(record)
+    return sum(inputs) * size // len(record), max(inputs) * size // len(record), gradients * size // len(record)
 
 
 def _key(use: Use) -> Key:

@@ -36,6 +36,8 @@ class Record:
         self.lost = lost
         """Parameters with a use in this batch that no rule could read."""
         self.calls = list({id(call): call for call, _ in uses}.values())
+        self.keep_inputs = False
+        """Whether what layers take in, such as patches of images, is kept for more seeds of the same batch."""
         self._inputs: dict[int, Tensor] = {}
         self._gradients: dict[tuple[int, ...], tuple[Tensor, dict[str, Tensor]]] = {}
 
@@ -51,18 +53,26 @@ class Record:
         if not self.calls:
             return {}
         edges = [call.edge for call in self.calls]
-        found: Sequence[Tensor | None]
         if len(seeds) > 1 and self.batched():
             batched = self._batched_gradients(edges, seeds)
             if batched is not None:
                 return self._by_call(batched, len(seeds))
             self.tape.batchable = False
-        each = [torch.autograd.grad(self.f, edges, seed, retain_graph=True, allow_unused=True) for seed in seeds]
-        found = [
-            None if parts[0] is None else (parts[0][None] if len(parts) == 1 else torch.stack(parts, 1).transpose(0, 1))
-            for parts in zip(*each, strict=True)
-        ]
-        return self._by_call(found, len(seeds))
+        return self._by_call(self._looped_gradients(edges, seeds), len(seeds))
+
+    def _looped_gradients(self, edges: list[Any], seeds: Tensor) -> Sequence[Tensor | None]:
+        """One seed after another, collected with the seeds of an example side by side, as products want them."""
+        collected: list[Tensor | None] = []
+        for i, seed in enumerate(seeds):
+            found = torch.autograd.grad(self.f, edges, seed, retain_graph=True, allow_unused=True)
+            if len(seeds) == 1:
+                return [None if g is None else g[None] for g in found]
+            if i == 0:
+                collected = [None if g is None else g.new_empty(g.shape[0], len(seeds), *g.shape[1:]) for g in found]
+            for whole, g in zip(collected, found, strict=True):
+                if whole is not None:
+                    whole[:, i] = g
+        return [None if whole is None else whole.transpose(0, 1) for whole in collected]
 
     def _batched_gradients(self, edges: list[Any], seeds: Tensor) -> Sequence[Tensor | None] | None:
         """All seeds at once; None if an operator cannot, or (as some do, silently) gives wrong results."""
@@ -168,13 +178,18 @@ class Record:
         if source not in self._gradients:
             self._gradients[source] = (_joined([use.gradient(raw) for use, raw in uses], 3), {})
         g, shared = self._gradients[source]
-        key = id(site)
-        if key not in self._inputs:
+
+        def inputs() -> Tensor:
             if site.weight is None:
-                self._inputs[key] = g.new_empty(g.shape[0], *g.shape[2:4], 0)
-            else:
-                self._inputs[key] = _joined([use.inputs() for use, _ in uses], 2)
-        return Outer(self._inputs[key], g, site.bias is not None, shared)
+                return g.new_empty(g.shape[0], *g.shape[2:4], 0)
+            if id(site) in self._inputs:
+                return self._inputs[id(site)]
+            made = _joined([use.inputs() for use, _ in uses], 2)
+            if self.keep_inputs:
+                self._inputs[id(site)] = made
+            return made
+
+        return Outer(inputs, g, site.bias is not None, shared)
 
     @staticmethod
     def _lookup(uses: list[tuple[LookupUse, Tensor]]) -> Lookup:
@@ -194,7 +209,7 @@ class Record:
             return use.weight.restore(_shaped(self._lookup([(use, raw)]).rows(), use.weight))
         g = use.gradient(raw)
         if use.weight is not None and use.weight.rows in wanted:
-            return use.weight.restore(_shaped(Outer(use.inputs(), g).rows(), use.weight))
+            return use.weight.restore(_shaped(Outer(use.inputs, g).rows(), use.weight))
         assert use.bias is not None
         return g.sum(3).permute(1, 2, 0, 3).flatten(2)
 

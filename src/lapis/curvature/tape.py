@@ -27,8 +27,8 @@ class Tape:
         self.outputs = outputs
         self.sites: list[Site] = []
         self.general: frozenset[str] = frozenset()
-        self.example_bytes = (0, 0)
-        """Memory that one example's inputs take, and its gradients for each seed."""
+        self.example_bytes = (0, 0, 0)
+        """Memory that one example takes: inputs of all layers, of the one with most, and gradients for each seed."""
         self._axes: dict[Any, list[BatchAxis | None]] = {}
         self._folds: dict[Any, BatchAxis] = {}
         self.batchable = True
