@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,30 @@ def test_without_the_guard_the_same_run_collapses(monkeypatch: pytest.MonkeyPatc
         posterior = lapis.train(narrow(), wave(), lapis.Gaussian(0.3), **EARLY)
     assert float(posterior.effective_parameters()) < 1e-2
     assert any("nothing that the evidence prefers to a constant prediction" in str(each.message) for each in told)
+
+
+def test_patience_does_not_count_evaluations_that_were_held() -> None:
+    posterior = lapis.train(narrow(), wave(), lapis.Gaussian(0.3), patience=1, **EARLY)
+    record = posterior.training
+    assert record is not None
+    assert len(record.held) > 1
+    assert max(record.log_evidence) > record.constant
+
+
+def test_warnings_of_others_pass_through() -> None:
+    class Talkative(nn.Linear):
+        silent = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training and not self.silent:  # once, in the first fit
+                self.silent = True
+                warnings.warn("heard", UserWarning, stacklevel=1)
+            return super().forward(x)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        lapis.train(Talkative(1, 1).double(), sine(), "regression", **OPTIONS)
+    assert any(str(each.message) == "heard" for each in told)
 
 
 def _adopt(run: Any, tuned: lapis.LaplacePosterior) -> None:

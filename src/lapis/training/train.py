@@ -123,7 +123,7 @@ def train(
                 run.one_epoch(shuffled(data, network, batch_size), rate, noise)
                 if (epoch >= burn_in and (epoch - burn_in) % every == 0) or epoch == epochs:
                     run.tune(fit, hyper_steps, noise, guarded=2 * epoch <= epochs)
-            if patience is not None and len(run.evaluated) - 1 - run.best_at >= patience:
+            if patience is not None and run.waited() >= patience:
                 run.reason = f"the evidence has not risen for {patience} evaluations"
             if path is not None:
                 run.save(path, settings)
@@ -191,6 +191,10 @@ class _Run:
         flat = torch.cat([p.detach().reshape(-1).double() for p in self.network.parameters.values()])
         return float(self.prior.squared_distance(flat).sum())
 
+    def waited(self) -> int:
+        """Evaluations since the best one, without those that did not tune."""
+        return sum(epoch not in self.held for epoch in self.evaluated[self.best_at + 1 :])
+
     def one_epoch(self, stream: Iterable[Batch], rate: float, noise: bool) -> None:
         network = self.network
         targets: list[Tensor] = []
@@ -205,7 +209,8 @@ class _Run:
             f = self.likelihood.canonical(raw)
             y = self.likelihood.targets(batch.targets, f, raw.shape)
             if self.constant is None:
-                targets, outputs = [*targets, y.detach()], f.shape[-1]
+                targets.append(y.detach())
+                outputs = f.shape[-1]
             loss = self.likelihood.nll(f, y).mean() + self._penalty() / self.n_data
             if not bool(torch.isfinite(loss)):
                 raise ModelError(
@@ -244,6 +249,9 @@ class _Run:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", LapisWarning)
             tuned = fit(self.likelihood, self.prior).tune(noise=noise, max_iterations=steps)
+        for each in caught:
+            if not issubclass(each.category, LapisWarning):
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         evidence = float(tuned.log_evidence())
         self.evaluated.append(self.epoch)
         self.log_evidence.append(evidence)
@@ -322,6 +330,14 @@ class _Run:
 
     def load(self, path: Path, settings: dict[str, Any]) -> None:
         tensors, facts = files.read(path)
+        lacking = [name for name in PLAIN if name not in facts]
+        if lacking:
+            raise FileError(
+                f"The run in {path} cannot be gone on with",
+                expected=f"a checkpoint of this version, with {lacking[0]!r}",
+                got="one of another version",
+                do="delete the checkpoint to start anew",
+            )
         changed = [name for name, value in settings.items() if facts["settings"].get(name) != value]
         if changed:
             raise FileError(
