@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from common import RESULTS, arguments, images, report, table
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lapis
 
@@ -26,6 +27,8 @@ BATCH = 50
 KINDS = {
     "cnn": "CNN", "fixup": "Fixup", "transformer": "Transformer", "post": "ResNet", "pre": "Pre-ResNet",
 }  # fmt: skip
+EFFORT = {"cnn": [50, 6], "fixup": [50, 6], "transformer": [25, 4], "post": [20, 3], "pre": [20, 3]}
+"""Passes over the data for each theta*, and steps of the fixed point: what there was time for."""
 
 
 def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
@@ -110,9 +113,12 @@ def trained(kind: str, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
     return model.eval()
 
 
-def row(kind: str, data: tuple[Tensor, Tensor, Tensor, Tensor], epochs: int, passes: int, seed: int) -> dict[str, Any]:
+def row(
+    kind: str, data: tuple[Tensor, Tensor, Tensor, Tensor], epochs: int, effort: list[int], seed: int
+) -> dict[str, Any]:
     """Test negative log likelihoods of one network, and how the searches for them ended."""
     x, y, x_test, y_test = data
+    passes, steps = effort
     begun = time.process_time()
     torch.manual_seed(seed)
     model = trained(kind, x, y, epochs)
@@ -128,7 +134,7 @@ def row(kind: str, data: tuple[Tensor, Tensor, Tensor, Tensor], epochs: int, pas
         if where == "theta*":
             base = posterior.tune(groups="normalised").at_tangent_mode((x, y), tolerance=1e-3, max_products=passes)
         for grouping, name in (("one", "one"), ("normalised", "groups")):
-            tuned = base.tune(groups=grouping, method="fixed_point", tolerance=0.05, max_iterations=6)
+            tuned = base.tune(groups=grouping, method="fixed_point", tolerance=0.05, max_iterations=steps)
             probabilities = tuned.predict(x_test, link="mc").log_prob(y_test)
             found[f"{where}, {name}"] = -float(probabilities.mean())
             found[f"{where}, {name}, details"] = {
@@ -146,16 +152,18 @@ def row(kind: str, data: tuple[Tensor, Tensor, Tensor, Tensor], epochs: int, pas
 def main() -> None:
     chosen = arguments(__doc__)
     warnings.simplefilter("ignore", lapis.LapisWarning)
-    n, n_test, epochs, passes = (100, 200, 60, 30) if chosen.quick else (300, 500, 60, 50)
+    n, n_test, epochs = (100, 200, 60) if chosen.quick else (300, 500, 60)
+    effort = {kind: [20, 3] for kind in KINDS} if chosen.quick else EFFORT
     data = images("mnist", n, n_test, chosen.seed)
-    settings = {"n": n, "n_test": n_test, "epochs": epochs, "passes": passes, "seed": chosen.seed}
+    settings = {"n": n, "n_test": n_test, "epochs": epochs, "effort": effort, "seed": chosen.seed}
     path = RESULTS / f"architectures{'_quick' if chosen.quick else ''}.json"
     held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if held.get("settings") != settings:
         held = {"settings": settings}
     for kind in KINDS:
         if kind not in held:
-            held[kind] = row(kind, data, epochs, passes, chosen.seed)
+            with sdpa_kernel(SDPBackend.MATH):  # torch's fused attention cannot be differentiated twice
+                held[kind] = row(kind, data, epochs, effort[kind], chosen.seed)
             path.write_text(json.dumps(held, indent=1), encoding="utf-8")
     order = ("theta*, groups", "theta*, one", "t, groups", "t, one")
     rows = [
