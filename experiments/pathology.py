@@ -95,7 +95,10 @@ def main() -> None:
     other = last.twinx()
     other.plot(precisions, curves["test"], "k:", label="test log likelihood")
     other.set_ylabel("test log likelihood (nats per point)")
-    last.legend(fontsize=8, loc="lower center")
+    handles, labels = (
+        a + b for a, b in zip(*(axis.get_legend_handles_labels() for axis in (last, other)), strict=True)
+    )
+    last.legend(handles, labels, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.4))
     figure.tight_layout()
     save(figure, "pathology", chosen)
     head = (

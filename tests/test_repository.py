@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import sys
@@ -14,6 +15,8 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from lapis import errors
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -107,6 +110,19 @@ def test_files_can_be_read_in_one_sitting() -> None:
     assert files
     lengths = {str(f.relative_to(ROOT)): len(f.read_text(encoding="utf-8").splitlines()) for f in files}
     assert {name: n for name, n in lengths.items() if n >= LONGEST_FILE} == {}, "split these by subject"
+
+
+def test_every_error_says_what_was_expected_what_came_and_what_to_do() -> None:
+    names = {name for name in vars(errors) if name.endswith("Error")}
+    found, missing = 0, []
+    for file in sorted((ROOT / "src" / "lapis").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+                found += 1
+                if not {"expected", "got", "do"} <= {keyword.arg for keyword in node.keywords}:
+                    missing.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert found > 50
+    assert missing == []
 
 
 def test_package_is_marked_as_typed() -> None:

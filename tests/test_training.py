@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapis
+from lapis.training.constant import constant_log_likelihood
 
 OPTIONS: dict[str, Any] = {"epochs": 9, "burn_in": 3, "every": 2, "batch_size": 8, "learning_rate": 0.02}
+
+
+short = pytest.mark.filterwarnings("ignore:Training found nothing:lapis.LapisWarning")
+"""For runs too short to fit: what they are told is tested below."""
 
 
 def sine(n: int = 40) -> tuple[Tensor, Tensor]:
@@ -104,6 +112,7 @@ class Interrupted(list):  # type: ignore[type-arg]
         return super().__iter__()
 
 
+@short
 def test_run_that_was_interrupted_anywhere_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     x, y = sine()
     parts = list(zip(x.split(8), y.split(8), strict=True))
@@ -165,6 +174,7 @@ def test_training_stops_when_the_evidence_has_stopped_rising() -> None:
     assert record.evaluated[-3] == record.best_epoch
 
 
+@short
 @pytest.mark.parametrize("optimiser", ["sgd", lambda p, rate: torch.optim.RMSprop(p, lr=rate)])
 def test_optimisers_resume(tmp_path: Path, optimiser: Any) -> None:
     x, y = sine()
@@ -176,6 +186,7 @@ def test_optimisers_resume(tmp_path: Path, optimiser: Any) -> None:
     same(resumed, lapis.train(network(), parts, "regression", **options))
 
 
+@short
 def test_classification_trains_with_grouped_prior() -> None:
     x = torch.randn(60, 2, dtype=torch.float64)
     y = (x[:, 0] * x[:, 1] > 0).long()
@@ -253,3 +264,118 @@ def test_evidences_of_other_kinds_are_refused() -> None:
             lapis.compare([one, other])
     with pytest.raises(lapis.OptionError):
         lapis.compare([])
+
+
+# -- collapse --------------------------------------------------------------------------------------------
+
+
+def wave(n: int = 30) -> tuple[Tensor, Tensor]:
+    """Three half periods: little of it is linear, so that a prior of 1 squashes the weights before they fit it."""
+    x = torch.linspace(-1, 1, n, dtype=torch.float64)[:, None]
+    generator = torch.Generator().manual_seed(0)
+    return x, (1.5 * math.pi * x).sin() + 0.2 * torch.randn(n, 1, generator=generator, dtype=torch.float64)
+
+
+def narrow() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+EARLY: dict[str, Any] = {
+    "epochs": 300, "burn_in": 30, "every": 15, "batch_size": 30, "learning_rate": 0.03, "hyper_steps": 10,
+    "structure": "dense",
+}  # fmt: skip
+
+
+def test_tuning_before_the_network_fits_does_not_switch_it_off() -> None:
+    posterior = lapis.train(narrow(), wave(), lapis.Gaussian(0.3), **EARLY)
+    record = posterior.training
+    assert record is not None
+    assert record.held[0] == 30
+    assert max(record.held) <= 150
+    assert max(record.log_evidence) > record.constant + 5
+    assert float(posterior.effective_parameters()) > 5
+    assert float(posterior.likelihood.noise) < 0.3
+
+
+def test_without_the_guard_the_same_run_collapses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The premise of the test above; the result says what happened."""
+    monkeypatch.setattr(importlib.import_module("lapis.training.train")._Run, "_loosen", _adopt)
+    with pytest.warns(lapis.LapisWarning) as told:
+        posterior = lapis.train(narrow(), wave(), lapis.Gaussian(0.3), **EARLY)
+    assert float(posterior.effective_parameters()) < 1e-2
+    assert any("nothing that the evidence prefers to a constant prediction" in str(each.message) for each in told)
+
+
+def test_patience_does_not_count_evaluations_that_were_held() -> None:
+    posterior = lapis.train(narrow(), wave(), lapis.Gaussian(0.3), patience=1, **EARLY)
+    record = posterior.training
+    assert record is not None
+    assert len(record.held) > 1
+    assert max(record.log_evidence) > record.constant
+
+
+def test_warnings_of_others_pass_through() -> None:
+    class Talkative(nn.Linear):
+        silent = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training and not self.silent:  # once, in the first fit
+                self.silent = True
+                warnings.warn("heard", UserWarning, stacklevel=1)
+            return super().forward(x)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        lapis.train(Talkative(1, 1).double(), sine(), "regression", **OPTIONS)
+    assert any(str(each.message) == "heard" for each in told)
+
+
+def _adopt(run: Any, tuned: lapis.LaplacePosterior) -> None:
+    run.prior, run.likelihood = run.prior.with_precision(tuned.weight_prior.precision.detach()), tuned.likelihood
+
+
+def test_data_without_signal_end_in_a_warning_not_in_an_overfit() -> None:
+    x, _ = wave()
+    y = torch.randn(30, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    with pytest.warns(lapis.LapisWarning) as told:
+        posterior = lapis.train(narrow(), (x, y), "regression", **EARLY)
+    assert any("constant prediction" in str(each.message) for each in told)
+    assert posterior.training is not None
+    assert posterior.training.constant == pytest.approx(_gaussian(y - y.mean(), float(y.std(correction=0))), rel=1e-6)
+    assert float(posterior.effective_parameters()) < 3
+
+
+@short
+def test_held_run_resumes_too(tmp_path: Path) -> None:
+    parts = [wave()]
+    options = {**EARLY, "epochs": 100, "burn_in": 20}
+    whole = lapis.train(narrow(), parts, lapis.Gaussian(0.3), **options)
+    assert whole.training is not None
+    assert whole.training.held
+    path = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        lapis.train(narrow(), Interrupted(parts, 28), lapis.Gaussian(0.3), checkpoint=path, **options)
+    other = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    same(lapis.train(other, parts, lapis.Gaussian(0.3), checkpoint=path, **options), whole)
+
+
+def _gaussian(residual: Tensor, sigma: float) -> float:
+    return float(torch.distributions.Normal(0.0, sigma).log_prob(residual).sum())
+
+
+def test_constant_prediction_is_the_best_there_is() -> None:
+    generator = torch.Generator().manual_seed(5)
+    y = 3 + 2 * torch.randn(50, 1, 2, generator=generator, dtype=torch.float64)
+    parts = list(y.split(7))
+    residual = y - y.mean((0, 1))
+    found = constant_log_likelihood(lapis.Gaussian(0.5), parts, 2, noise=False)
+    assert 50 * found == pytest.approx(_gaussian(residual, 0.5), rel=1e-6)
+    found = constant_log_likelihood(lapis.Gaussian(0.5), parts, 2, noise=True)
+    assert 50 * found == pytest.approx(_gaussian(residual, float(residual.square().mean().sqrt())), rel=1e-6)
+    labels = torch.randint(0, 4, (60, 1), generator=generator)
+    share = labels.flatten().bincount(minlength=4).double() / 60
+    found = constant_log_likelihood(lapis.Categorical(), list(labels.split(9)), 4, noise=True)
+    assert found == pytest.approx(float((share * share.log()).sum()), rel=1e-6)
+    same_everywhere = torch.ones(10, 1, 1, dtype=torch.float64)
+    assert math.isfinite(constant_log_likelihood(lapis.Gaussian(), [same_everywhere], 1, noise=True))

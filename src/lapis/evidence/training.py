@@ -21,7 +21,11 @@ class Training:
     """Mean of -log p(y, theta) / N over each epoch's batches."""
     reason: str
     """Why it ended."""
+    constant: float = float("-inf")
+    """log p(D) of the best constant prediction: an evidence below it speaks for no network at all."""
+    held: tuple[int, ...] = ()
+    """Epochs whose evidence was below that, early enough to go on training: the prior was loosened, not tuned."""
 
     def __post_init__(self) -> None:
-        for name in ("evaluated", "log_evidence", "loss"):
+        for name in ("evaluated", "log_evidence", "loss", "held"):
             object.__setattr__(self, name, tuple(getattr(self, name)))

@@ -92,7 +92,10 @@ def conjugate_gradients(
     check_count("max_iterations", max_iterations, least=0)
     if on_negative_curvature not in get_args(OnNegativeCurvature):
         raise OptionError(
-            "Unknown on_negative_curvature", expected='"raise" or "flag"', got=repr(on_negative_curvature)
+            "Unknown on_negative_curvature",
+            expected='"raise" or "flag"',
+            got=repr(on_negative_curvature),
+            do="choose one",
         )
     rhs = checked_block(operator, rhs, "The right-hand side")
     if start is not None:

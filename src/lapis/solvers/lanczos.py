@@ -185,6 +185,9 @@ def _checked_starts(operator: Operator, starts: Tensor) -> Tensor:
     starts = checked_block(operator, starts, "The starting vector")
     if not bool((norms(starts) > 0).all()):
         raise DataError(
-            "A Krylov space needs a direction", expected="starting vectors other than 0", got="a zero vector"
+            "A Krylov space needs a direction",
+            expected="starting vectors other than 0",
+            got="a zero vector",
+            do="draw them at random, or drop the zero ones",
         )
     return starts

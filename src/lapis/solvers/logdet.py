@@ -62,6 +62,7 @@ class SpectralQuadrature:
                 "Not a function of eigenvalues",
                 expected=f"one value for each: shape {tuple(nodes.shape)}",
                 got=str(tuple(values.shape)),
+                do="pass a function that works element by element, as torch.log does",
             )
         if not torch.isfinite(values).all():
             worst = nodes[~torch.isfinite(values)]

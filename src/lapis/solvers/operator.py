@@ -42,17 +42,30 @@ class Operator:
         # With its index ("cuda" is "cuda:0"), as tensors say it.
         object.__setattr__(self, "device", torch.empty(0, device=self.device).device)
         if self.dtype not in (torch.float32, torch.float64):
-            raise OptionError("The operator's dtype cannot be used", expected="float32 or float64", got=str(self.dtype))
+            raise OptionError(
+                "The operator's dtype cannot be used",
+                expected="float32 or float64",
+                got=str(self.dtype),
+                do="convert the matrix or its product",
+            )
         if self.property not in get_args(Property):
             raise OptionError(
-                "Unknown property of an operator", expected=", ".join(get_args(Property)), got=repr(self.property)
+                "Unknown property of an operator",
+                expected=", ".join(get_args(Property)),
+                got=repr(self.property),
+                do="choose one",
             )
 
     @staticmethod
     def from_matrix(matrix: Tensor, property: Property = "positive_definite") -> Operator:
         """The operator of a matrix (P, P) held in memory."""
         if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
-            raise DataError("Not a square matrix", expected="shape (P, P)", got=str(tuple(matrix.shape)))
+            raise DataError(
+                "Not a square matrix",
+                expected="shape (P, P)",
+                got=str(tuple(matrix.shape)),
+                do="pass a symmetric matrix",
+            )
         return Operator(lambda v: v @ matrix.mT, len(matrix), matrix.dtype, matrix.device, property)
 
     def __call__(self, vectors: Tensor) -> Tensor:
@@ -149,7 +162,12 @@ def check_count(name: str, value: int, least: int = 1, most: int | None = None) 
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):
         upper = "" if most is None else f" and <= {most}"
-        raise OptionError(f"{name} has no meaning", expected=f"a whole number >= {least}{upper}", got=repr(value))
+        raise OptionError(
+            f"{name} has no meaning",
+            expected=f"a whole number >= {least}{upper}",
+            got=repr(value),
+            do=f"pass such a {name}",
+        )
 
 
 def checked_tolerance(operator: Operator, tolerance: float | None) -> float:
@@ -157,7 +175,7 @@ def checked_tolerance(operator: Operator, tolerance: float | None) -> float:
     if tolerance is None:
         return float(torch.finfo(operator.dtype).eps ** 0.5)
     if not 0 < tolerance < 1:
-        raise OptionError("No relative tolerance", expected="a number in (0, 1)", got=repr(tolerance))
+        raise OptionError("No relative tolerance", expected="a number in (0, 1)", got=repr(tolerance), do="try 1e-6")
     return tolerance
 
 

@@ -105,6 +105,7 @@ class LowRankPlusDiagonal(Preconditioner):
                 "Eigenpairs do not fit the diagonal",
                 expected=f"values (r,) and vectors (r, {len(diagonal)}) {diagonal.dtype}, one a row",
                 got=f"values {tuple(values.shape)}, vectors {tuple(vectors.shape)} {vectors.dtype}",
+                do="take both from the same operator, eigenvectors as rows",
             )
         if not bool((torch.isfinite(values) & (values >= 0)).all()):
             raise NotPositiveDefiniteError(
@@ -170,6 +171,7 @@ class CallablePreconditioner(Preconditioner):
                 f"The preconditioner's {name} changed the form of its block",
                 expected=describe(vectors),
                 got=describe(image),
+                do="return one result for each vector, of the same shape and dtype",
             )
         return image
 
@@ -187,7 +189,12 @@ def preconditioned(operator: Operator, preconditioner: Preconditioner) -> Operat
 
 def _positive_vector(diagonal: Tensor) -> Tensor:
     if diagonal.dim() != 1:
-        raise DataError("No diagonal of a matrix", expected="shape (P,)", got=str(tuple(diagonal.shape)))
+        raise DataError(
+            "No diagonal of a matrix",
+            expected="shape (P,)",
+            got=str(tuple(diagonal.shape)),
+            do="pass matrix.diagonal()",
+        )
     if not bool((torch.isfinite(diagonal) & (diagonal > 0)).all()):
         raise NotPositiveDefiniteError(
             "A preconditioner's diagonal is not positive",

@@ -43,7 +43,9 @@ def probe_blocks(
     check_count("The number of probes", count, least=2)
     check_count("block", block)
     if kind not in get_args(Kind):
-        raise OptionError("Unknown kind of probe", expected='"rademacher" or "gaussian"', got=repr(kind))
+        raise OptionError(
+            "Unknown kind of probe", expected='"rademacher" or "gaussian"', got=repr(kind), do="choose one"
+        )
     for first in range(0, count, block):
         rows = normal_block(operator, min(block, count - first), generator)
         yield torch.where(rows < 0, -1, 1).to(rows.dtype) if kind == "rademacher" else rows

@@ -58,7 +58,12 @@ class SGDSettings:
         }
         for name, (fits, expected) in ranges.items():
             if not fits:
-                raise OptionError(f"SGD cannot use this {name}", expected=expected, got=repr(getattr(self, name)))
+                raise OptionError(
+                    f"SGD cannot use this {name}",
+                    expected=expected,
+                    got=repr(getattr(self, name)),
+                    do="pass such a number",
+                )
 
     def average_weight(self, step: int) -> float:
         """The weight w of iterate `step` (from 1) in average <- (1 - w) average + w iterate."""
@@ -171,6 +176,7 @@ def _descend(gradient: Gradient, state: SGDState) -> Iterator[None]:
                 "The gradient does not fit",
                 expected=f"{tuple(state.iterate.shape)} {state.iterate.dtype}",
                 got=f"{tuple(slope.shape)} {slope.dtype}",
+                do="return the gradient in the shape and dtype of the iterate",
             )
         length = norms(slope)
         state.gradient_norms[step] = length
@@ -207,9 +213,17 @@ def sgd_learning_rate(
     """
     if not 0 < fraction < 1 or not 0 <= momentum < 1:
         raise OptionError(
-            "No stable learning rate", expected="fraction in (0, 1), momentum in [0, 1)", got=f"{fraction}, {momentum}"
+            "No stable learning rate",
+            expected="fraction in (0, 1), momentum in [0, 1)",
+            got=f"{fraction}, {momentum}",
+            do="leave them out",
         )
     top = largest_eigenvalue(operator, steps=steps, generator=generator)
     if not top > 0:
-        raise OptionError("No learning rate for this operator", expected="a positive top eigenvalue", got=f"{top:.3g}")
+        raise OptionError(
+            "No learning rate for this operator",
+            expected="a positive top eigenvalue",
+            got=f"{top:.3g}",
+            do="check that the operator is positive definite and not 0",
+        )
     return fraction * 2 * (1 + momentum) / ((1 + 2 * momentum) * top)

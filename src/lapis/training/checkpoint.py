@@ -25,7 +25,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -
         os.replace(partial, path)
     except OSError as error:
         raise FileError(
-            f"Cannot write {path}", got=str(error), do="choose a folder that exists and can be written"
+            f"Cannot write {path}",
+            expected="a file that can be replaced",
+            got=str(error),
+            do="choose a folder that exists and can be written",
         ) from error
     finally:
         partial.unlink(missing_ok=True)
@@ -38,9 +41,19 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             text = (file.metadata() or {}).get("lapis.training")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise FileError(f"{path} is no whole checkpoint", got=str(error), do="delete it to start anew") from error
+        raise FileError(
+            f"{path} is no whole checkpoint",
+            expected="a file that lapis.train wrote",
+            got=str(error),
+            do="delete it to start anew",
+        ) from error
     if text is None:
-        raise FileError(f"{path} is no checkpoint of lapis.train", got="another file", do="choose another path")
+        raise FileError(
+            f"{path} is no checkpoint of lapis.train",
+            expected="a file that it wrote",
+            got="another file",
+            do="choose another path",
+        )
     facts: dict[str, Any] = json.loads(text)
     return tensors, facts
 

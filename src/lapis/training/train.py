@@ -23,6 +23,7 @@ from lapis.posteriors import LaplacePosterior, laplace
 from lapis.priors import Prior, WeightPrior, as_prior
 from lapis.progress import track
 from lapis.training import checkpoint as files
+from lapis.training.constant import constant_log_likelihood
 from lapis.training.data import shuffled, survey
 
 MakeOptimiser = Callable[[list[Tensor], float], torch.optim.Optimizer]
@@ -63,6 +64,12 @@ def train(
     goes on under these. No validation data are needed. The model ends with the weights of the best epoch; `training` on
     the result tells how it went.
 
+    A network that does not fit yet has an evidence that prefers no network at all: noise and precisions grow, and the
+    weights go to zero, from where nothing leads back. So until the evidence beats the log likelihood of the best
+    constant prediction, or half of the epochs have passed, an evaluation loosens the prior instead, the noise may only
+    fall, and weights that the prior has squashed begin anew. A result that is no better than a constant comes with a
+    LapisWarning.
+
     Args:
         data: a pair (inputs, targets) or a Dataset, shuffled anew every epoch, or a DataLoader or list of batches,
             which keep their own way.
@@ -88,7 +95,7 @@ def train(
     network.example = example
     start = as_prior(Prior(1.0, groups="layer") if prior is None else prior).resolve(network)
     make = OPTIMISERS[optimiser] if isinstance(optimiser, str) else optimiser
-    run = _Run(network, family, start, make(list(network.parameters.values()), learning_rate), n_data)
+    run = _Run(network, family, start, lambda: make(list(network.parameters.values()), learning_rate), n_data)
     settings = {
         "epochs": epochs, "learning_rate": learning_rate, "schedule": schedule, "batch_size": batch_size, "seed": seed,
         "burn_in": burn_in, "every": every, "hyper_steps": hyper_steps, "noise": noise, "n_data": n_data,
@@ -113,10 +120,10 @@ def train(
             rate = learning_rate * (0.5 * (1 + math.cos(math.pi * (epoch - 1) / epochs)) if schedule == "cosine" else 1)
             with torch.random.fork_rng(devices=devices):
                 torch.manual_seed(seed * 1_000_003 + epoch)
-                run.one_epoch(shuffled(data, network, batch_size), rate)
+                run.one_epoch(shuffled(data, network, batch_size), rate, noise)
                 if (epoch >= burn_in and (epoch - burn_in) % every == 0) or epoch == epochs:
-                    run.tune(fit(run.likelihood, run.prior), hyper_steps, noise)
-            if patience is not None and len(run.evaluated) - 1 - run.best_at >= patience:
+                    run.tune(fit, hyper_steps, noise, guarded=2 * epoch <= epochs)
+            if patience is not None and run.waited() >= patience:
                 run.reason = f"the evidence has not risen for {patience} evaluations"
             if path is not None:
                 run.save(path, settings)
@@ -125,7 +132,21 @@ def train(
     finally:
         for module, training in modes:
             module.training = training
+    run.warn(best)
     return best
+
+
+Fit = Callable[[Likelihood, WeightPrior], LaplacePosterior]
+
+PLAIN = ("epoch", "reason", "loss", "evaluated", "log_evidence", "best_at", "constant", "held", "notes", "spread")
+"""Entries of a run that a checkpoint keeps as JSON."""
+
+LOOSEN, LOOSEST = 100.0, 1e-4
+"""Precisions are divided by this at each evaluation that no constant loses to, down to this share of the first ones."""
+
+SQUASHED = 0.5
+"""Weights whose |theta - m|^2 has fallen below this share of its first value are begun anew under the looser prior:
+symmetric and close to zero, they would take long to leave it."""
 
 
 @dataclass
@@ -135,7 +156,7 @@ class _Run:
     network: Network
     likelihood: Likelihood
     prior: WeightPrior
-    optimiser: torch.optim.Optimizer
+    make: Callable[[], torch.optim.Optimizer]
     n_data: int
     epoch: int = 0
     reason: str = ""
@@ -147,9 +168,37 @@ class _Run:
     """Index of the best evaluation."""
     best_precision: Tensor | None = None
     best_likelihood: Likelihood | None = None
+    optimiser: torch.optim.Optimizer = field(init=False)
+    loosest: Tensor = field(init=False)
+    first: dict[str, Tensor] = field(init=False)
+    """The model before training."""
+    spread: float = field(init=False)
+    """Its |theta - m|^2."""
+    constant: float | None = None
+    """The best log likelihood of a constant prediction; known after the first epoch."""
+    held: list[int] = field(default_factory=list)
+    """Evaluations at which the hyperparameters were kept from rising."""
+    notes: list[str] = field(default_factory=list)
+    """What was warned of at the best evaluation."""
 
-    def one_epoch(self, stream: Iterable[Batch], rate: float) -> None:
+    def __post_init__(self) -> None:
+        self.optimiser = self.make()
+        self.loosest = LOOSEST * self.prior.precision.detach()
+        self.first = files.model_tensors(self.network.module)
+        self.spread = self._spread()
+
+    def _spread(self) -> float:
+        flat = torch.cat([p.detach().reshape(-1).double() for p in self.network.parameters.values()])
+        return float(self.prior.squared_distance(flat).sum())
+
+    def waited(self) -> int:
+        """Evaluations since the best one, without those that did not tune."""
+        return sum(epoch not in self.held for epoch in self.evaluated[self.best_at + 1 :])
+
+    def one_epoch(self, stream: Iterable[Batch], rate: float, noise: bool) -> None:
         network = self.network
+        targets: list[Tensor] = []
+        outputs = 0
         network.module.train()
         for group in self.optimiser.param_groups:
             group["lr"] = rate
@@ -158,8 +207,11 @@ class _Run:
             self.optimiser.zero_grad()
             raw = network.call(batch.inputs)
             f = self.likelihood.canonical(raw)
-            nll = self.likelihood.nll(f, self.likelihood.targets(batch.targets, f, raw.shape)).mean()
-            loss = nll + self._penalty() / self.n_data
+            y = self.likelihood.targets(batch.targets, f, raw.shape)
+            if self.constant is None:
+                targets.append(y.detach())
+                outputs = f.shape[-1]
+            loss = self.likelihood.nll(f, y).mean() + self._penalty() / self.n_data
             if not bool(torch.isfinite(loss)):
                 raise ModelError(
                     f"Training diverged in epoch {self.epoch + 1}",
@@ -173,6 +225,8 @@ class _Run:
         self.optimiser.zero_grad()
         self.epoch += 1
         self.loss.append(total / count)
+        if self.constant is None:
+            self.constant = self.n_data * constant_log_likelihood(self.likelihood, targets, outputs, noise)
 
     def _penalty(self) -> Tensor:
         """1/2 |theta - m|^2_Lambda."""
@@ -186,23 +240,51 @@ class _Run:
             parts.append((self.prior.of(name).to(parameter) * deviation.square()).sum())
         return 0.5 * torch.stack(parts).sum()
 
-    def tune(self, posterior: LaplacePosterior, steps: int, noise: bool) -> None:
-        """Raise the evidence in prior and noise, and keep this epoch when it is the best so far."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LapisWarning)  # a few steps need not converge
-            tuned = posterior.tune(noise=noise, max_iterations=steps)
-        self.prior = self.prior.with_precision(tuned.weight_prior.precision.detach())
-        self.likelihood = tuned.likelihood
+    def tune(self, fit: Fit, steps: int, noise: bool, guarded: bool) -> None:
+        """Raise the evidence in prior and noise, and keep this epoch when it is the best so far.
+
+        While `guarded` and no better than a constant, training goes on under a looser prior instead.
+        """
+        assert self.constant is not None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", LapisWarning)
+            tuned = fit(self.likelihood, self.prior).tune(noise=noise, max_iterations=steps)
+        for each in caught:
+            if not issubclass(each.category, LapisWarning):
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        evidence = float(tuned.log_evidence())
         self.evaluated.append(self.epoch)
-        self.log_evidence.append(float(tuned.log_evidence()))
-        if self.best_at < 0 or self.log_evidence[-1] > self.log_evidence[self.best_at]:
+        self.log_evidence.append(evidence)
+        precision = tuned.weight_prior.precision.detach()
+        if self.best_at < 0 or evidence > self.log_evidence[self.best_at]:
             self.best_at = len(self.evaluated) - 1
             self.best = files.model_tensors(self.network.module)
-            self.best_precision, self.best_likelihood = self.prior.precision, self.likelihood
+            self.best_precision, self.best_likelihood = precision, tuned.likelihood
+            told = [str(each.message) for each in caught if issubclass(each.category, LapisWarning)]
+            # a few steps need not converge: the next evaluation goes on from there
+            self.notes = [note for note in told if tuned.tuning is None or tuned.tuning.reason not in note]
+        if guarded and evidence <= self.constant:
+            self._loosen(tuned)
+        else:
+            self.prior, self.likelihood = self.prior.with_precision(precision), tuned.likelihood
 
-    def best_posterior(self, fit: Callable[[Likelihood, WeightPrior], LaplacePosterior]) -> LaplacePosterior:
+    def _loosen(self, tuned: LaplacePosterior) -> None:
+        """Let the network fit before it is judged."""
+        self.held.append(self.epoch)
+        old, new = self.prior.precision, tuned.weight_prior.precision.detach()
+        loose = torch.minimum(old.to(new), new).div(LOOSEN).clamp(min=self.loosest.to(new))
+        if bool((loose < old.to(new)).any()) and self._spread() < SQUASHED * self.spread:
+            files.load_model(self.network.module, self.first)
+            self.optimiser = self.make()
+        self.prior = self.prior.with_precision(loose)
+        before, now = self.likelihood.noise, tuned.likelihood.noise
+        if before is not None and now is not None:
+            self.likelihood = tuned.likelihood.with_noise(torch.minimum(before.detach().to(now), now.detach()))
+
+    def best_posterior(self, fit: Fit) -> LaplacePosterior:
         assert self.best_precision is not None
         assert self.best_likelihood is not None
+        assert self.constant is not None
         record = Training(
             self.epoch,
             self.evaluated[self.best_at],
@@ -210,26 +292,52 @@ class _Run:
             tuple(self.log_evidence),
             tuple(self.loss),
             self.reason or f"all {self.epoch} epochs were trained",
+            self.constant,
+            tuple(self.held),
         )
         posterior = fit(self.best_likelihood, self.prior.with_precision(self.best_precision))
         return replace(posterior, training=record)
+
+    def warn(self, best: LaplacePosterior) -> None:
+        """Say what the user would not expect of the result: no better than a constant, or groups switched off."""
+        assert self.constant is not None
+        if self.log_evidence[self.best_at] <= self.constant:
+            gamma = float(best.effective_parameters())
+            warnings.warn(
+                f"Training found nothing that the evidence prefers to a constant prediction: log evidence "
+                f"{self.log_evidence[self.best_at]:.4g} at best (epoch {self.evaluated[self.best_at]}), "
+                f"{self.constant:.4g} for the best constant; gamma is {gamma:.3g} of {best.n_weights} weights. Either "
+                f"the network does not fit yet (raise epochs or learning_rate, scale inputs and targets, begin from a "
+                f"smaller prior precision), or the inputs do not tell the targets.",
+                LapisWarning,
+                stacklevel=3,
+            )
+        for note in self.notes:
+            warnings.warn(note, LapisWarning, stacklevel=3)
 
     def save(self, path: Path, settings: dict[str, Any]) -> None:
         state, numbers = files.optimiser_parts(self.optimiser)
         tensors = {f"model.{name}": t for name, t in files.model_tensors(self.network.module).items()}
         tensors |= {f"optimiser.{name}": t for name, t in state.items()}
         tensors |= {f"best.{name}": t for name, t in self.best.items()} | {"precision": self.prior.precision}
+        tensors |= {f"first.{name}": t for name, t in self.first.items()}
         if self.best_precision is not None:
             tensors["best_precision"] = self.best_precision
-        facts = {
-            name: getattr(self, name) for name in ("epoch", "reason", "loss", "evaluated", "log_evidence", "best_at")
-        }
+        facts = {name: getattr(self, name) for name in PLAIN}
         facts |= {"settings": settings, "optimiser": numbers, "likelihood": self.likelihood.to_config()}
         facts["best_likelihood"] = self.best_likelihood and self.best_likelihood.to_config()
         files.write(path, tensors, facts)
 
     def load(self, path: Path, settings: dict[str, Any]) -> None:
         tensors, facts = files.read(path)
+        lacking = [name for name in PLAIN if name not in facts]
+        if lacking:
+            raise FileError(
+                f"The run in {path} cannot be gone on with",
+                expected=f"a checkpoint of this version, with {lacking[0]!r}",
+                got="one of another version",
+                do="delete the checkpoint to start anew",
+            )
         changed = [name for name, value in settings.items() if facts["settings"].get(name) != value]
         if changed:
             raise FileError(
@@ -241,9 +349,9 @@ class _Run:
         files.load_model(self.network.module, files.under("model.", tensors))
         files.load_optimiser(self.optimiser, files.under("optimiser.", tensors), facts["optimiser"])
         self.prior = self.prior.with_precision(tensors["precision"].to(self.network.device))
-        self.best = files.under("best.", tensors)
+        self.best, self.first = files.under("best.", tensors), files.under("first.", tensors)
         self.best_precision = tensors["best_precision"].to(self.network.device) if "best_precision" in tensors else None
-        for name in ("epoch", "reason", "loss", "evaluated", "log_evidence", "best_at"):
+        for name in PLAIN:
             setattr(self, name, facts[name])
         if self.likelihood.noise is not None:
             self.likelihood = from_config(facts["likelihood"])

@@ -1,21 +1,24 @@
-"""Which weights are scale-free because a normalisation follows: found by rescaling them, and watching the outputs.
+"""Which weights are scale-free because a normalisation follows: traced, then rescaled while the outputs are watched.
 
 The scale of such weights means nothing, so a prior precision that they share with others has no meaning either: each
-gets its own. The numbers decide, not the names of layers, so any normalisation counts: batch, layer, group, instance
-and RMS norm, weight standardisation, the direction in weight norm, a norm written by hand.
+gets its own. Batch, layer, group, instance and RMS norm count, and so do weight standardisation, the direction in
+weight norm, and norms written by hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lapis.batches import Inputs, as_inputs
-from lapis.errors import OptionError
+from lapis.errors import LapisWarning, OptionError
 from lapis.network import Network, Weights, evaluating
+from lapis.normalised.trace import ZERO, Broken, Degree, Trace
 
 SCALES = (0.5, 3.0)
 """Factors that the weights are multiplied by."""
@@ -29,6 +32,10 @@ OTHERS = "others"
 
 def normalised_groups(model: nn.Module, x: Inputs, weights: Weights = "all") -> dict[str, list[str]]:
     """Parameter names by prior group: one group for each scale-free layer or parameter, and one for all others.
+
+    A forward pass is traced for weights that the outputs have degree 0 in (see `Trace`), and each is confirmed by
+    rescaling. Where the trace meets an operation that it does not know, rescaling alone decides, and where rescaling
+    does not confirm it the weights stay with the others; both come with a LapisWarning.
 
     For `lapis.Prior(groups=...)` and `posterior.tune(groups=...)`; there, `groups="normalised"` does the same on the
     first examples of the fit. Batch norm runs on the statistics of `x` meanwhile: pass a handful of examples.
@@ -57,22 +64,66 @@ def find_normalised(network: Network, inputs: Inputs | None) -> dict[str, list[s
     groups: dict[str, list[str]] = {}
     with evaluating(network.module), torch.no_grad():
         probe = _Probe(network, inputs)
+        # a parameter alone: its bias may stand behind the norm (weight standardisation), or it is a direction only
+        alone = {
+            layer: [[name] for name in names if len(names) > 1 and len(network.shapes[name]) > 1]
+            for layer, names in layers.items()
+        }
+        degrees = probe.degrees([*layers.values(), *(names for sets in alone.values() for names in sets)])
         for layer, names in layers.items():
-            whole = probe.sensitivity(names)
-            alone = {
-                name: probe.sensitivity([name]) for name in names if len(names) > 1 and len(network.shapes[name]) > 1
-            }
-            # a bias behind a standardised weight is small, not scale-free: the weight alone then does far better
-            if whole <= INVARIANT and not (alone and whole > 10 * min(alone.values()) + 1e-3):
+            whole = _Candidate(layer, names, degrees[tuple(names)], probe)
+            parts = [_Candidate(single[0], single, degrees[tuple(single)], probe) for single in alone[layer]]
+            if not whole.free and (any(part.free for part in parts) or whole.far_worse_than(parts)):
+                groups |= {part.label: part.names for part in parts if part.accepted()}
+            elif whole.accepted():
                 groups[layer] = names
-            else:
-                groups |= {name: [name] for name, value in alone.items() if value <= INVARIANT}
     taken = {name for names in groups.values() for name in names}
     others = [name for name in network.names if name not in taken]
     if others:
         label = OTHERS if OTHERS not in groups else f"all {OTHERS}"
         groups[label] = others
     return groups
+
+
+class _Candidate:
+    """Weights that may be scale-free together: what the trace says, and, when asked, what rescaling says."""
+
+    def __init__(self, label: str, names: list[str], degree: Degree, probe: _Probe) -> None:
+        self.label, self.names, self.degree, self.probe = label, names, degree, probe
+        self.free = degree == ZERO
+        self.unknown = isinstance(degree, Broken) and not degree.known
+
+    @cached_property
+    def sensitivity(self) -> float:
+        return self.probe.sensitivity(self.names)
+
+    def far_worse_than(self, parts: Sequence[_Candidate]) -> bool:
+        """For what the trace could not follow: a small bias behind the norm makes the whole nearly scale-free."""
+        best = min((part.sensitivity for part in parts if part.unknown), default=float("inf"))
+        return not self.unknown or self.sensitivity > 10 * best + 1e-3
+
+    def accepted(self) -> bool:
+        """Whether the weights get a precision of their own; a warning where trace and numbers do not both say so."""
+        if not (self.free or self.unknown) or self.sensitivity == float("inf"):
+            return False
+        invariant = self.sensitivity <= INVARIANT
+        if self.unknown and invariant:
+            assert isinstance(self.degree, Broken)
+            _warn(
+                f"{self.label!r} gets a precision of its own because rescaling it does not move the outputs; the trace "
+                f"could not follow it through {self.degree.why!r}"
+            )
+        elif self.free and not invariant:
+            _warn(
+                f"a normalisation follows {self.label!r}, but rescaling it moves the outputs by {self.sensitivity:.2g} "
+                f"of what a random change does (a large epsilon, or too few examples), so it shares its precision with "
+                f"all others"
+            )
+        return invariant
+
+
+def _warn(what: str) -> None:
+    warnings.warn(f"Normalised groups: {what}.", LapisWarning, stacklevel=5)
 
 
 class _Probe:
@@ -93,6 +144,16 @@ class _Probe:
         for norm in self.norms:
             norm.train(training)
         return self.network.call(self.inputs, {**self.weights, **changed}).double()
+
+    def degrees(self, sets: Iterable[Iterable[str]]) -> dict[tuple[str, ...], Degree]:
+        """The degree of the outputs in each set of weights, traced with batch norm on the batch's own statistics."""
+        named = [tuple(names) for names in sets]
+        for norm in self.norms:
+            norm.train(True)
+        with Trace([[self.weights[name] for name in names] for names in named]) as trace:
+            outputs = self.network.call(self.inputs, self.weights)
+        found = trace.of(outputs)
+        return {names: found.get(index, ZERO) for index, names in enumerate(named)}
 
     def _change(self, changed: dict[str, Tensor], training: bool) -> float:
         moved = float((self._run(changed, training) - self.outputs[training]).norm())
