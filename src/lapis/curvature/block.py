@@ -22,6 +22,8 @@ class Block(ABC):
     """Curvature of some sites' weights: a sum over data, kept in float64."""
 
     kind: ClassVar[str]
+    takes_rows: ClassVar[bool] = False
+    """Whether working memory for J itself, all weights of an example, has to be counted."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites = tuple(sites)
@@ -109,4 +111,6 @@ def site_precision(prior: WeightPrior, site: Site) -> Tensor:
 
 def shares_group(prior: WeightPrior, site: Site) -> bool:
     """Whether one number is the prior precision of all the site's weights."""
-    return prior.group_of is not None and len({prior.group_of[slot.name] for slot in site.slots}) == 1
+    if prior.group_of is None or prior.scales is not None:
+        return False
+    return len({prior.group_of[slot.name] for slot in site.slots}) == 1

@@ -106,7 +106,7 @@ def _add(
 def _bytes(curvature: Curvature) -> tuple[int, int]:
     """Working memory for an example: independent of seeds, and for each seed."""
     inputs, gradients = curvature.tape.example_bytes
-    rows = sum(block.size for block in curvature.blocks if isinstance(block, DenseBlock))
+    rows = sum(block.size for block in curvature.blocks if block.takes_rows)
     return 2 * inputs, gradients + rows * curvature.tape.network.dtype.itemsize
 
 

@@ -141,10 +141,10 @@ def regrouped(posterior: LaplacePosterior, groups: Groups) -> LaplacePosterior:
     That start moves with the weights' scale, so that what tuning finds for scale-free weights does not depend on it.
     Groups at the prior's mean start at one.
     """
-    fresh = Prior(1.0, groups, posterior.prior.mean).resolve(posterior.network)
+    fresh = Prior(1.0, groups, posterior.prior.mean, posterior.prior.scales).resolve(posterior.network)
     for block in posterior.curvature.blocks:
         block.check(fresh)
     ratio = fresh.sizes() / fresh.squared_distance(posterior.mean)
     precision = torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio))
-    prior = Prior(precision, groups, posterior.prior.mean)
+    prior = Prior(precision, groups, posterior.prior.mean, posterior.prior.scales)
     return replace(posterior, prior=prior, weight_prior=fresh.with_precision(precision), tuning=None)
