@@ -28,6 +28,9 @@ variance by more than a hundredth."""
 MOST_ADAPTIVE = 1000
 """Largest rank chosen on the user's behalf."""
 
+PRECISE = 0.75
+"""Eigenpairs are found to eps to this power, relative to the largest eigenvalue: 2e-12 in float64, 6e-6 in float32."""
+
 TINY = 1e-300
 MARGIN = 1e-6
 """By this much an eigenvalue must exceed the smallest kept one to take its place."""
@@ -219,6 +222,7 @@ def leading_eigenpairs(
         found = lanczos_eigenpairs(
             _deflated(operator, vectors),
             rank=min(most, operator.size - len(values)),
+            tolerance=torch.finfo(operator.dtype).eps ** PRECISE,
             threshold=float(values[most - 1]) if full else max(threshold if rank is None else 0.0, TINY),
             max_steps=min(operator.size - len(values), max(4 * most + 40, 1), max(fits, most)),
             generator=generator,
