@@ -182,19 +182,31 @@ class Descent:
     """SGD for some draws: minibatches, their order, and the gradient of either objective in units of the prior."""
 
     def __init__(self, posterior: ImplicitPosterior, objective: str, batch_size: int, seed: int, k: int) -> None:
-        gaussian = posterior.gaussian
-        self.root = gaussian.precision.sqrt()
-        self.scale = float(posterior.scale.detach())
         self.objective, self.seed = objective, seed
         source = torch.Generator(posterior.network.device).manual_seed((seed + 2**40) % 2**63)
         self.data = posterior.curvature.rebatched(batch_size, source)
         self.parts = [self.data.part(i) for i in range(len(self.data.batches))]
         e, u = noise(posterior, seed, 0, k)
         self.start, rows = e, self.data.reordered(u)
-        pulled = self._pulled(self.data, rows)
-        self.target = pulled.add_(e)
-        """e + F^T u, (k, P)."""
         self.rows = torch.split(rows, [part.rows for part in self.parts], 1) if objective == "noisy" else None
+        self.target = self.data.root_transposed(rows)
+        self.root, self.scale = torch.ones(()), 1.0
+        self._rescale(posterior)
+        self.target.add_(e)
+        """e + F^T u, (k, P)."""
+
+    def _rescale(self, posterior: ImplicitPosterior) -> None:
+        """Bring the pulled noise from the present prior and noise to the posterior's."""
+        old, self.root = self.root.to(posterior.mean), posterior.gaussian.precision.sqrt()
+        change, self.scale = float(posterior.scale.detach()) / self.scale, float(posterior.scale.detach())
+        self.target.mul_(change**0.5 * old / self.root)
+
+    def moved(self, posterior: ImplicitPosterior) -> Descent:
+        """This descent under another prior and noise of the likelihood: the same white noise, no pass over data."""
+        self.target.sub_(self.start)
+        self._rescale(posterior)
+        self.target.add_(self.start)
+        return self
 
     def _pulled(self, data: ImplicitCurvature, rows: Tensor) -> Tensor:
         """F^T u."""
@@ -223,6 +235,19 @@ class Descent:
         """|(I + F^T F) y - e - F^T u| / |e + F^T u| over all data, in units of the weights: |A z - b| / |b|."""
         left = self.product(self.data, y, 1.0).sub_(self.target).mul_(self.root)
         return norms(left) / norms(self.target * self.root)
+
+    @staticmethod
+    def judged(residuals: Tensor) -> bool:
+        """Whether the residuals are those of draws; a warning when they are not."""
+        converged = bool((residuals <= SGD_RESIDUAL).all())
+        if not converged:
+            warnings.warn(
+                f"SGD left a relative residual of {float(residuals.max()):.2g}, above {SGD_RESIDUAL}: these are not "
+                "yet draws of the posterior. Raise epochs or batch_size.",
+                LapisWarning,
+                stacklevel=5,
+            )
+        return converged
 
     def learning_rate(self, momentum: float) -> float:
         """Half of the largest stable rate, for the steepest of a few minibatches."""
@@ -261,17 +286,10 @@ def _by_sgd(
     reason = (
         f"{chosen.epochs} epochs of {len(descent.parts)} minibatches at rate {found.state.settings.learning_rate:.3g}"
     )
-    products, converged = chosen.k * (chosen.epochs + 2), bool((residuals <= SGD_RESIDUAL).all())
+    products, converged = chosen.k * (chosen.epochs + 2), descent.judged(residuals)
     drawing = Drawing(
         "sgd", chosen.objective, seed, (steps,) * chosen.k, tuple(residuals.tolist()), converged, reason, products
     )
-    if not converged:
-        warnings.warn(
-            f"SGD left a relative residual of {float(residuals.max()):.2g}, above {SGD_RESIDUAL}: the draws are not "
-            "yet those of the posterior. Raise epochs or batch_size.",
-            LapisWarning,
-            stacklevel=4,
-        )
     return found.solution.div_(descent.root), drawing
 
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from lapis.batches import Inputs, batches
 from lapis.curvature.implicit import ImplicitCurvature, ImplicitGaussian, Solved, Space
 from lapis.errors import DataError, LapisWarning, OptionError
-from lapis.evidence import TangentMode, Training, Tuning
+from lapis.evidence import TangentMode, Tuning
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.posteriors import drawing, functional
+from lapis.posteriors import drawing, expectation, functional, tuning
 from lapis.posteriors.base import GaussianPosterior, check_draws
 from lapis.posteriors.drawn import DrawnPosterior
 from lapis.posteriors.laplace import LaplacePosterior
 from lapis.predictions import LatentGaussian
-from lapis.priors import Prior, WeightPrior
+from lapis.priors import Groups, Prior, WeightPrior
 from lapis.solvers import CallablePreconditioner, Estimate, QuadratureEstimate, SpectralQuadrature
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -96,7 +96,6 @@ class ImplicitPosterior(GaussianPosterior):
     solver: Solver = field(default_factory=Solver)
     tuning: Tuning | None = None
     tangent: TangentMode | None = None
-    training: Training | None = None
 
     # solves ----------------------------------------------------------------------------------------
 
@@ -295,6 +294,65 @@ class ImplicitPosterior(GaussianPosterior):
             f"{float(gamma.value):.2f} +- {float(gamma.standard_error):.2g}",
             [f"exact GGN by products, solved in the space of {self.space}"],
         )
+
+    def tune(
+        self,
+        *,
+        draws: int = 4,
+        method: Literal["cg", "sgd"] = "cg",
+        groups: Groups | None = None,
+        noise: bool = True,
+        rounds: int = 10,
+        tolerance: float = 0.01,
+        batch_size: int = 128,
+        generator: torch.Generator | None = None,
+        progress: bool | None = None,
+    ) -> ImplicitPosterior:
+        """The posterior whose prior precisions, and Gaussian noise, satisfy MacKay's equations, by draws alone (EM).
+
+        alpha_g = gamma_g / |theta_g - m_g|^2 and noise^2 = SSE / (n - gamma), with gamma from `draws` draws and theta
+        at the tangent model's mode after `at_tangent_mode`, else at t. One draw is often enough. `tuning` tells how it
+        went; call `draw` afterwards for a posterior to predict with.
+
+        Args:
+            draws: weight vectors that gamma is estimated from, by `method`: see `draw`.
+            groups: group the prior anew first: see `lapis.Prior`.
+            noise: tune it too, where there is one.
+            rounds: of expectation and maximisation, at most.
+            tolerance: on the change of every logarithm in the last round.
+            batch_size: of SGD.
+        """
+        self._check_model()
+        source = check_draws(draws, generator, self.network.device)
+        posterior = self if groups is None else tuning.regrouped(self, groups)
+        return expectation.tune(
+            posterior,
+            draws=draws,
+            method=method,
+            batch_size=batch_size,
+            noise=noise,
+            rounds=rounds,
+            tolerance=tolerance,
+            generator=source,
+            progress=progress,
+        )
+
+    def at_tangent_mode(self, *, tolerance: float | None = None, max_products: int = 2000) -> ImplicitPosterior:
+        """The posterior whose evidence, and tuning, use the mode theta* of the tangent model of its own data.
+
+        As `LaplacePosterior.at_tangent_mode`; each step of Newton's method is solved with the prior as preconditioner.
+        """
+        self._check_model()
+        problem = expectation.tangent_problem(self, tolerance, max_products)
+        return tuning.checked(replace(self, tangent=expectation.tangent_mode(self, problem, None)))
+
+    def g_prior(self, g: float = 1.0, *, samples: int = 64, generator: torch.Generator | None = None) -> Prior:
+        """A prior of precision g diag(GGN) / N: every weight's step counts by what it does to the outputs.
+
+        It makes the posterior independent of how weights are scaled, with one number g to tune. The diagonal is the
+        mean square of `samples` vectors J^T S u, u ~ N(0, I): right to a factor 1 +- sqrt(2 / samples) in each entry.
+        """
+        return expectation.g_prior(self, g, samples, check_draws(samples, generator, self.network.device))
 
     def update(self, data: Any, *, batch_size: int | None = None) -> ImplicitPosterior:
         """The posterior that has seen `data` as well; they are kept too."""
