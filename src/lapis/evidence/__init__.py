@@ -1,8 +1,7 @@
 """The evidence log p(D) as a function of prior and noise, and its maximisation."""
 
-from lapis.evidence.products import Products
 from lapis.evidence.tangent import TangentMode, TangentProblem
 from lapis.evidence.training import Training
 from lapis.evidence.tuning import Tuning, tune
 
-__all__ = ["Products", "TangentMode", "TangentProblem", "Training", "Tuning", "tune"]
+__all__ = ["TangentMode", "TangentProblem", "Training", "Tuning", "tune"]
