@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch
-from lapis.curvature.jacobian import Jacobian
 from lapis.errors import LapisWarning, OptionError
 from lapis.evidence import TangentMode, TangentProblem, Tuning
 from lapis.evidence.point import LARGEST_LOG
@@ -184,28 +182,12 @@ def _with(posterior: ImplicitPosterior, precision: Tensor, base: Tensor | None, 
     return replace(changed, tangent=tangent_mode(changed, posterior.tangent.problem, posterior.tangent.weights))
 
 
-class _Products:
-    """The Jacobian's products as the tangent problem takes them: one float64 vector (P,) at a time."""
-
-    rows = None
-
-    def __init__(self, jacobian: Jacobian) -> None:
-        self.jacobian, self.network = jacobian, jacobian.network
-        self.outputs, self.shapes = jacobian.outputs, jacobian.shapes
-
-    def forward(self, vector: Tensor) -> list[Tensor]:
-        return [part[0].double() for part in self.jacobian.forward(vector[None].to(self.network.dtype))]
-
-    def backward(self, seeds: list[Tensor]) -> Tensor:
-        return self.jacobian.backward([seed[None].to(self.network.dtype) for seed in seeds])[0].double()
-
-
 def tangent_problem(posterior: ImplicitPosterior, tolerance: float | None, max_products: int) -> TangentProblem:
     """The tangent model of the posterior's own data."""
     curvature = posterior.curvature
-    products: Any = _Products(curvature.jacobian)
-    held: list[Batch] = list(curvature.batches)
-    return TangentProblem(products, posterior.likelihood, held, posterior.mean, tolerance, max_products)
+    return TangentProblem(
+        curvature.jacobian, posterior.likelihood, curvature.batches, posterior.mean, tolerance, max_products
+    )
 
 
 def tangent_mode(posterior: ImplicitPosterior, problem: TangentProblem | None, start: Tensor | None) -> TangentMode:

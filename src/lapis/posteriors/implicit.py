@@ -222,7 +222,8 @@ class ImplicitPosterior(GaussianPosterior):
             generator: of the draws; seeded with 0 when not given. The same seed gives both methods and both objectives
                 the same draws, up to their errors.
             checkpoint: a file that keeps what is done, written now and then and when interrupted. With the same
-                arguments the draw goes on from there: SGD to the same numbers, CG to the same tolerance.
+                arguments the draw goes on from there: SGD to the same numbers but for the rounding of products, CG
+                to the same tolerance.
             progress: show a bar; by default on a terminal only.
 
         Memory: about 7 blocks of (k, P) in the network's dtype for SGD and 8 for CG, beside the network's own.
