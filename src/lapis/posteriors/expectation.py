@@ -6,7 +6,8 @@
 With one group gamma = mean_k sum_n |J_n z_k|^2_H: how far the draws' outputs spread, in units of the noise. Else
 gamma_g = mean_k |e_kg|^2 - alpha_g |z_kg|^2, e being the white noise behind z's prior part: its mean is the same
 P_g - alpha_g E|z_g|^2, and where the data say nothing the two cancel exactly. (z_g . (GGN z)_g has that mean as well,
-but groups that trade off make it large and of either sign.) Gamma is kept within [1, P_g - 1]. The white noise is drawn
+but groups that trade off make it large and of either sign.) Gamma is kept within [1, P_g - 1],
+and below the rank of G. The white noise is drawn
 once and rescaled with the prior, and every solve starts from the last one, so that later rounds are cheap and the
 iteration has a limit.
 """
@@ -107,6 +108,7 @@ def tune(
         )
     sizes, index = prior.sizes(), prior.group_index()
     lowest, highest = torch.minimum(sizes / 2, torch.ones_like(sizes)), torch.maximum(sizes - 1, sizes / 2)
+    highest = highest.clamp(max=posterior.curvature.rows)
     base = posterior.likelihood.noise if noise else None
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     sampler = Draws(posterior, draws, method, batch_size, seed)
