@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from cases import CASES, F64
 from lapis.batches import Batch, batches
 from lapis.curvature.jacobian import Jacobian
 from lapis.curvature.ways import FOR_ONE, FOR_SEVERAL, UNABLE, Pass, differentiable, proven
+from lapis.errors import DataError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from reference import case_data, case_ggn, case_jacobians
@@ -74,3 +77,79 @@ def able(jacobian: Jacobian, way: str, count: int) -> bool:
             return all(proven(examples, way, v) for examples in passes)
     except UNABLE:
         return False
+
+
+def problem(**options: Any) -> tuple[Jacobian, list[Tensor]]:
+    model, x, y, spec = case_data("mlp_gaussian")
+    likelihood = spec.build()
+    jacobian = Jacobian(Network(model), likelihood.canonical, held(x, y), **options)
+    return jacobian, factors_of(jacobian, likelihood)
+
+
+def test_parts_of_the_data_add_up() -> None:
+    for kept in (0, 2**20):
+        jacobian, factors = problem(kept_bytes=kept)
+        v = torch.randn(3, jacobian.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+        parts = [jacobian.at(i).ggn(v, [factors[i]]) for i in range(len(factors))]
+        assert len(parts) > 1
+        torch.testing.assert_close(torch.stack(parts).sum(0), jacobian.ggn(v, factors))
+
+
+def test_a_small_memory_changes_nothing() -> None:
+    """One byte: one example and one vector at a time."""
+    (tight, factors), (wide, _) = problem(memory_budget=1), problem(kept_bytes=0)
+    v = torch.randn(3, wide.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+    torch.testing.assert_close(tight.ggn(v, factors), wide.ggn(v, factors))
+    assert not tight.keeps
+    assert tight._examples(1) == 1
+    for one, two in zip(tight.forward(v), wide.forward(v), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_chosen_weights_are_the_columns() -> None:
+    model, x, y, spec = case_data("mlp_gaussian")
+    canonical = spec.build().canonical
+    last = list(dict(model.named_parameters()))[-1]
+    part = Jacobian(Network(model, [last]), canonical, held(x, y), kept_bytes=0)
+    whole = Jacobian(Network(model), canonical, held(x, y), kept_bytes=0)
+    v = torch.randn(2, part.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+    padded = torch.cat([v.new_zeros(2, whole.size - part.size), v], 1)
+    for one, two in zip(part.forward(v), whole.forward(padded), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_a_wrong_batching_rule_is_found_out() -> None:
+    """The proof refuses a way whose tangents, or whose gradients, are wrong for one vector of several."""
+    jacobian, _ = problem()
+    v = torch.randn(3, jacobian.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+
+    class WrongAhead(Pass):
+        def push(self, vectors: Tensor, way: str, *, tracked: bool = False) -> Tensor:
+            found = super().push(vectors, way, tracked=tracked)
+            return torch.cat([found[:1], found[:1], found[2:]])
+
+    class WrongBack(Pass):
+        def pull(self, seeds: Tensor, way: str) -> Tensor:
+            found = super().pull(seeds, way)
+            return found.roll(1, 0) if way == "batched_both" else found
+
+    with jacobian.network.prepared(), differentiable():
+        for kind, good in ((Pass, True), (WrongAhead, False), (WrongBack, False)):
+            examples = kind(jacobian.network, jacobian.canonical, jacobian.batches[0].inputs)
+            assert proven(examples, "batched_both", v) == good
+
+
+def test_a_block_of_another_form_is_refused() -> None:
+    jacobian, factors = problem()
+    for vectors in (torch.zeros(jacobian.size), torch.zeros(2, jacobian.size + 1), torch.zeros(0, jacobian.size)):
+        with pytest.raises(DataError, match="do not fit the weights"):
+            jacobian.ggn(vectors, factors)
+    with pytest.raises(OptionError, match="Unknown way"):
+        problem(way="sideways")
+
+
+def test_the_way_is_remembered_for_parts() -> None:
+    jacobian, factors = problem(kept_bytes=0)
+    v = torch.ones(1, jacobian.size, dtype=F64)
+    jacobian.at(0).ggn(v, factors[:1])
+    assert jacobian.way(1) in FOR_ONE

@@ -141,7 +141,12 @@ class Jacobian:
                 s = seed.to(self.network.dtype)
                 for part, span in self._parts(batch, at_once):
                     for i in range(0, count, at_once):
-                        total[i : i + at_once] += self._multiply(part, s[i : i + at_once, span], Pass.pull)
+                        into = total[i : i + at_once]
+
+                        def pull(examples: Pass, block: Tensor, way: str, into: Tensor = into) -> Tensor:
+                            return examples.pull_into(into, block, way)
+
+                        self._multiply(part, s[i : i + at_once, span], pull)
         return total
 
     def ggn(self, vectors: Tensor, factors: Sequence[Tensor]) -> Tensor:
@@ -158,11 +163,16 @@ class Jacobian:
                 for part, span in self._parts(batch, at_once):
                     s = factor[span].to(v.dtype)
 
-                    def product(examples: Pass, block: Tensor, way: str, s: Tensor = s) -> Tensor:
-                        return examples.pull(_curved(examples.push(block, way, tracked=True), s), way)
-
                     for i in range(0, len(v), at_once):
-                        total[i : i + at_once] += self._multiply(part, v[i : i + at_once], product)
+                        into = total[i : i + at_once]
+
+                        def product(
+                            examples: Pass, block: Tensor, way: str, s: Tensor = s, into: Tensor = into
+                        ) -> Tensor:
+                            seeds = _curved(examples.push(block, way, tracked=True), s)
+                            return examples.pull_into(into, seeds, way)
+
+                        self._multiply(part, v[i : i + at_once], product)
         return total
 
     def rows(self) -> list[Tensor]:
@@ -187,6 +197,7 @@ class Jacobian:
             at_once = len(vectors)
             if self.way(at_once) in BATCHED:
                 at_once = min(at_once, max(1, self.memory_budget // (6 * self.size * self.network.dtype.itemsize)))
+            self._choose(at_once > 1)
             yield at_once
 
     def way(self, count: int) -> str:
@@ -224,6 +235,7 @@ class Jacobian:
     def _multiply(self, batch: Batch, block: Tensor, product: Callable[[Pass, Tensor, str], Tensor]) -> Tensor:
         """One product for some examples, by the chosen way or the next that these examples allow."""
         order = FOR_SEVERAL if len(block) > 1 else FOR_ONE
+        self._choose(len(block) > 1)  # the last of a long block may stand alone
         first = self.way(len(block))
         if self.forced:
             return product(Pass(self.network, self.canonical, batch.inputs), block, first)

@@ -13,7 +13,7 @@ All of them run the network once with a graph, and read J^T u off it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from lapis.batches import Inputs
 from lapis.curvature.fit import position_seeds
 from lapis.curvature.general import PerExample
 from lapis.errors import DataError
-from lapis.network import Network, flat_gradient
+from lapis.network import Network
 
 make_dual: Any = forward_ad.make_dual
 unpack_dual: Any = forward_ad.unpack_dual
@@ -82,18 +82,26 @@ class Pass:
 
     def pull(self, seeds: Tensor, way: str) -> Tensor:
         """J^T u for `seeds` (k, B, T, C) in the network's dtype: (k, P)."""
+        return self.pull_into(seeds.new_zeros(len(seeds), self.network.size), seeds, way)
+
+    def pull_into(self, total: Tensor, seeds: Tensor, way: str) -> Tensor:
+        """`total` (k, P) plus J^T u, in place and parameter by parameter: no flat copy is made."""
         parameters = list(self.network.parameters.values())
         if way in BATCHED_BACKWARD:
             found = torch.autograd.grad(self.f, parameters, seeds, True, allow_unused=True, is_grads_batched=True)
-            each = [
-                p.new_zeros(len(seeds), p.numel()) if g is None else g for g, p in zip(found, parameters, strict=True)
-            ]
-            return torch.cat([part.reshape(len(seeds), -1) for part in each], 1)
-        total = seeds.new_empty(len(seeds), self.network.size)
+            self._add(total, found)
+            return total
         for row, seed in zip(total, seeds, strict=True):
-            gradients = torch.autograd.grad(self.f, parameters, seed, retain_graph=True, allow_unused=True)
-            row.copy_(flat_gradient(gradients, parameters))
+            self._add(row, torch.autograd.grad(self.f, parameters, seed, retain_graph=True, allow_unused=True))
         return total
+
+    def _add(self, total: Tensor, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients (..., *shape) of the parameters to `total` (..., P); sparse ones are filled."""
+        for gradient, (name, start) in zip(gradients, self.network.offsets.items(), strict=True):
+            if gradient is not None:
+                dense = gradient.to_dense() if gradient.layout == torch.sparse_coo else gradient
+                stop = start + torch.Size(self.network.shapes[name]).numel()
+                total[..., start:stop] += dense.reshape(*total.shape[:-1], -1)
 
     def _dual(self, vector: Tensor, tracked: bool) -> Tensor:
         """J v in one forward pass; a tracked one leaves f's graph behind."""
