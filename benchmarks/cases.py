@@ -180,17 +180,28 @@ PREDICTIONS = ("kron_predict64", "kron_predict256", "kron_predict256_diagonal", 
 REST = ("kron_sample", "kron_evidence", "kron_tune")
 DENSE = ("dense_fit", "dense_predict256", "dense_evidence", "dense_tune")
 
-EVERYTHING = FITS + PREDICTIONS + REST
+PRODUCTS = ("ggn_vectors1", "ggn_vectors8")
+"""GGN-vector products."""
+
+EVERYTHING = FITS + PREDICTIONS + REST + PRODUCTS
 LAST = ("last_fit", "last_predict64", "last_predict256", "last_predict256_diagonal")
-LAST += ("last_sample", "last_evidence", "last_tune")
-LARGE = ("kron_fit", "diag_fit", "last_fit", "diag_predict64", "last_predict256")
+LAST += ("last_sample", "last_evidence", "last_tune", *PRODUCTS)
+LARGE = ("kron_fit", "diag_fit", "last_fit", "diag_predict64", "last_predict256", *PRODUCTS)
 
 CASES = {
     "a": Case("MLP 784-256-256-10", lambda: mlp(784, 256, 256, 10), (784,), 10, 2000, 250, 60, EVERYTHING),
     "b": Case("LeNet, 62k weights", lenet, (1, 28, 28), 10, 1000, 125, 40, EVERYTHING),
     "c": Case("ResNet-20, 272k weights", resnet20, (3, 32, 32), 10, 256, 64, 8, EVERYTHING),
     "d": Case(
-        "regression MLP 1-50-50-1", regressor, (1,), 1, 200, 200, 200, FITS + DENSE + REST, likelihood="regression"
+        "regression MLP 1-50-50-1",
+        regressor,
+        (1,),
+        1,
+        200,
+        200,
+        200,
+        FITS + DENSE + REST + PRODUCTS,
+        likelihood="regression",
     ),
     "e": Case("Transformer, 16 tokens", Transformer, (TOKENS,), 10, 512, 64, 16, EVERYTHING, tokens=True),
     "f": Case("512 features, 100 classes", lambda: mlp(64, 512, 100), (64,), 100, 1000, 125, 40, LAST),

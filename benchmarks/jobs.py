@@ -15,6 +15,9 @@ from torch import Tensor
 
 import lapis
 from benchmarks.cases import Problem
+from lapis.batches import batches
+from lapis.curvature.jacobian import Jacobian
+from lapis.network import Network
 
 SAMPLES = 20
 MOST_ENTRIES = 20_000
@@ -31,8 +34,10 @@ ACTIONS = {
     "sample": f"{SAMPLES} sampled networks, {{}}, 256 points",
     "evidence": "log evidence and its gradient, {}",
     "tune": "tuning the prior, {}",
+    "vectors1": "{} product, 1 vector",
+    "vectors8": "{} product, 8 vectors",
 }
-STRUCTURES = {"kron": "Kronecker", "diag": "diagonal", "dense": "dense", "last": "last layer"}
+STRUCTURES = {"ggn": "GGN", "kron": "Kronecker", "diag": "diagonal", "dense": "dense", "last": "last layer"}
 
 
 def split(job: str) -> tuple[str, str]:
@@ -50,6 +55,12 @@ def points(action: str) -> int:
     return 64 if action == "predict64" else 256
 
 
+def block(problem: Problem, action: str) -> Tensor:
+    """The vectors (k, P) that everybody multiplies with."""
+    size = sum(p.numel() for p in problem.model.parameters())
+    return torch.randn(int(action.removeprefix("vectors")), size, generator=torch.Generator().manual_seed(4))
+
+
 @dataclass(frozen=True)
 class Task:
     """What is measured, and how to read numbers off its result that others should get too (None when random)."""
@@ -63,8 +74,25 @@ def thin(answer: Tensor) -> Tensor:
     return flat[:: -(-len(flat) // MOST_ENTRIES)]
 
 
+def product(problem: Problem, action: str) -> Task:
+    """The GGN of the summed loss times vectors, over all data, with nothing kept of the Jacobian between products."""
+    network = Network(problem.model)
+    regression = problem.case.likelihood == "regression"
+    likelihood: Any = lapis.Gaussian(1.0) if regression else lapis.Categorical()
+    held = list(batches(problem.batches, dtype=network.dtype, device=network.device)[0])
+    jacobian = Jacobian(network, likelihood.canonical, held, kept_bytes=0)
+    factors = [
+        likelihood.factor(f, likelihood.targets(batch.targets, f, shape)).to(network.dtype)
+        for batch, f, shape in zip(held, jacobian.outputs, jacobian.shapes, strict=True)
+    ]
+    vectors = block(problem, action)
+    return Task(lambda: jacobian.ggn(vectors, factors), lambda products: products)
+
+
 def prepare(job: str, problem: Problem) -> Task:
     structure, action = split(job)
+    if structure == "ggn":
+        return product(problem, action)
     options: dict[str, Any] = {
         "kron": {"structure": "kronecker", "bias": "separate"},
         "diag": {"structure": "diagonal"},

@@ -76,6 +76,9 @@ def flops(job: str, problem: Problem) -> float | None:
     outputs, weights = problem.case.outputs, sum(p.numel() for p in problem.model.parameters())
     forward = forward_flops(problem.model, problem.points(1))
     below = 0 if problem.case.tokens else used[0].product
+    if structure == "ggn":  # tangents through inputs and weights, gradients to inputs and weights
+        vectors = int(action.removeprefix("vectors"))
+        return float(len(problem.batches.dataset) * (forward + 2 * vectors * (2 * forward - below)))
     backward = 0 if structure == "last" else outputs * (forward - below)
     rows = sum(outputs * layer.product for layer in used)
     if action == "fit":

@@ -6,13 +6,15 @@ import threading
 from typing import Any
 
 import torch
+from curvlinops import GGNLinearOperator
 from laplace import Laplace
 from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsGGN
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from benchmarks.cases import Problem
-from benchmarks.jobs import SAMPLES, Task, points, split
+from benchmarks.jobs import SAMPLES, Task, block, points, split
 
 BACKENDS = {"curvlinops": CurvlinopsGGN, "backpack": BackPackGGN, "asdl": AsdlGGN}
 """laplace-torch's default first."""
@@ -28,8 +30,28 @@ def marginal_variance(fitted: Any, structure: str) -> Tensor:
     return fitted.posterior_precision.diag(exponent=-1)
 
 
+def product(problem: Problem, action: str, backend: str) -> Task:
+    """curvlinops' operator; the other backends have none. Fused attention, which it cannot differentiate, is off."""
+    if backend != "curvlinops":
+        raise NotImplementedError("no GGN-vector products over a data set")
+    regression = problem.case.likelihood == "regression"
+    loss = torch.nn.MSELoss(reduction="sum") if regression else torch.nn.CrossEntropyLoss(reduction="sum")
+    torch.backends.mha.set_fastpath_enabled(False)
+    parameters = list(problem.model.parameters())
+    operator = GGNLinearOperator(problem.model, loss, parameters, problem.batches, check_deterministic=False)
+    columns = block(problem, action).T.contiguous()
+
+    def multiply() -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return operator @ columns
+
+    return Task(multiply, lambda products: products.T / (2 if regression else 1))  # (f - y)^2 has twice our curvature
+
+
 def prepare(job: str, problem: Problem, backend: str) -> Task:
     structure, action = split(job)
+    if structure == "ggn":
+        return product(problem, action, backend)
     regression = problem.case.likelihood == "regression"
 
     def fit() -> Any:

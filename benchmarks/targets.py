@@ -36,6 +36,13 @@ TARGETS: dict[tuple[str, str], dict[str, float]] = {
     ("e", "kron_fit"): {"epochs": 8},
     ("c", "kron_predict256"): {"megabytes": 500},
     ("e", "kron_predict256"): {"megabytes": 500},
+    ("a", "ggn_vectors1"): {"speed": 1, "epochs": 2.6, "memory": 1},
+    ("a", "ggn_vectors8"): {"speed": 1, "epochs": 11.5, "memory": 1},
+    ("b", "ggn_vectors1"): {"speed": 1, "epochs": 2.0, "memory": 1},
+    ("b", "ggn_vectors8"): {"speed": 1, "epochs": 9.9, "memory": 1},
+    ("c", "ggn_vectors1"): {"speed": 1, "epochs": 2.1, "memory": 1},
+    ("c", "ggn_vectors8"): {"speed": 1, "epochs": 15, "memory": 1},
+    **{(case, f"ggn_vectors{k}"): {"speed": 1, "memory": 1} for case in "defg" for k in (1, 8)},
 }
 
 

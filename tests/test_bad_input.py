@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapis
+from lapis.curvature.fit import examples_at_once
 from lapis.curvature.recorder import MODULE_RULES
 from lapis.errors import (
     DataError,
@@ -151,8 +152,8 @@ def nan_in_the_targets_of_a_part_of_a_batch(model: nn.Sequential) -> Act:
     network = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)).to(F64)
     data = [(X, spoiled(Y, (5, 0), math.inf))]
     one = lapis.laplace(network, [(X, Y)], "gaussian", structure="diagonal")
-    example = sum(one.curvature.tape.example_bytes) + one.curvature.tape.example_bytes[0]
-    return lambda: fit(network, data, structure="diagonal", memory_budget=2 * example)
+    for_two = next(work for work in range(10**6) if examples_at_once(one.curvature, 1, work) == 2)
+    return lambda: fit(network, data, structure="diagonal", memory_budget=for_two)
 
 
 @bad(DataError, "batch 1", "7 at index 2", "classes 0 to 1")

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lapis
-from lapis.batches import batches, digest
-from lapis.evidence.products import Products
+from lapis.batches import digest
 
 METHODS = ("gradient", "fixed_point")
 
@@ -307,27 +306,6 @@ def test_gradient_vanishes_at_the_tangent_mode(likelihood: str, structure: str) 
     assert explicit_gradient(model, x, y, found.mode, posterior).norm() < 1e-5 * scale
     torch.testing.assert_close(found.mean, posterior.mean)
     torch.testing.assert_close(found.predict(x).f_mean, model(x).detach())
-
-
-def test_products_without_a_stored_jacobian_agree_with_it() -> None:
-    model, (x, y) = mlp(3, 3), classes()
-    posterior = lapis.laplace(model, (x, y), "classification")
-    held = list(batches((x, y), dtype=x.dtype, device=x.device, batch_size=8)[0])
-    tape = posterior.curvature.tape
-    stored = Products(posterior.network, tape, held, 2**30)
-    free = Products(posterior.network, tape, held, 1)
-    double_backward = Products(posterior.network, tape, held, 1)
-    double_backward.forward_mode = False
-    assert stored.rows is not None
-    assert free.rows is None
-    v = torch.randn(posterior.n_weights)
-    for other in (free, double_backward):
-        torch.testing.assert_close(torch.cat(other.forward(v)), torch.cat(stored.forward(v)))
-    assert free.forward_mode
-    u = [torch.randn(f.shape) for f in stored.outputs]
-    torch.testing.assert_close(free.backward(u), stored.backward(u))
-    inner = sum((one * two).sum() for one, two in zip(stored.forward(v), u, strict=True))
-    torch.testing.assert_close(inner, stored.backward(u) @ v)
 
 
 def test_evidence_at_the_tangent_mode_of_a_linear_model_is_exact_wherever_it_was_trained_to() -> None:

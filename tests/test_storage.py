@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import lapis
 from cases import CASES, F64
 from lapis.errors import FileError, LapisError, ModelError
-from lapis.posteriors import storage
+from lapis.posteriors import files
 from untouched import untouched
 
 every_structure = pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker"])
@@ -402,7 +402,7 @@ def test_a_file_is_whole_or_not_there(
         raise error
 
     posterior = lapis.load(path, model).with_prior(7.0)
-    monkeypatch.setattr(storage, "save_file", fail)
+    monkeypatch.setattr(files, "save_file", fail)
     with pytest.raises((LapisError, KeyboardInterrupt)):
         posterior.save(path)
     assert path.read_bytes() == before

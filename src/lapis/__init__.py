@@ -31,7 +31,7 @@ from lapis.likelihoods import (
 )
 from lapis.network import split_vector
 from lapis.normalised import normalised_groups
-from lapis.posteriors import LaplacePosterior, laplace, load
+from lapis.posteriors import DrawnPosterior, ImplicitPosterior, LaplacePosterior, Posterior, laplace, load
 from lapis.predictions import Prediction
 from lapis.priors import Prior
 from lapis.training import Comparison, compare, train
@@ -42,13 +42,13 @@ except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
 
 
-def unflatten(vector: Tensor, like: LaplacePosterior | nn.Module) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+def unflatten(vector: Tensor, like: Posterior | nn.Module) -> dict[str, Tensor] | list[dict[str, Tensor]]:
     """A flat weight vector (P,) as a dictionary of parameters, or a stack (n, P) as a list of dictionaries.
 
     `like` is a posterior (its chosen weights), or a model (its trainable ones). The dictionaries go straight into
     `torch.func.functional_call`.
     """
-    if isinstance(like, LaplacePosterior):
+    if isinstance(like, Posterior):
         shapes = like.network.shapes
     else:
         shapes = {name: tuple(p.shape) for name, p in like.named_parameters() if p.requires_grad}
@@ -63,9 +63,11 @@ __all__ = [
     "Comparison",
     "Custom",
     "DataError",
+    "DrawnPosterior",
     "FileError",
     "Gaussian",
     "HeteroscedasticGaussian",
+    "ImplicitPosterior",
     "LapisError",
     "LapisWarning",
     "LaplacePosterior",
@@ -76,6 +78,7 @@ __all__ = [
     "NotPositiveDefiniteError",
     "OptionError",
     "Poisson",
+    "Posterior",
     "Prediction",
     "Prior",
     "PriorError",

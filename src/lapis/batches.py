@@ -66,6 +66,20 @@ class Batch:
             stop = min(start + size, length)
             yield Batch(take(self.inputs, start, stop), self.targets[start:stop], self.index, self.start + start)
 
+    def chosen(self, places: Tensor) -> Batch:
+        """The examples at `places`, in that order."""
+        return Batch(map_tensors(lambda tensor: tensor[places], self.inputs), self.targets[places], self.index)
+
+
+def joined(parts: Sequence[Batch]) -> Batch | None:
+    """All examples as one batch; None when their shapes differ from batch to batch (padded sequences)."""
+    tensors = [[*tensors_in(part.inputs), part.targets] for part in parts]
+    if len({tuple((tensor.shape[1:], tensor.dtype) for tensor in group) for group in tensors}) > 1:
+        return None
+    whole = [torch.cat(group) for group in zip(*tensors, strict=True)]
+    left = iter(whole[:-1])
+    return Batch(map_tensors(lambda _: next(left), parts[0].inputs), whole[-1], 0)
+
 
 def map_tensors(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
     """`inputs` with `function` applied to every tensor in it; everything else is kept."""

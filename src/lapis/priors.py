@@ -30,6 +30,8 @@ class Prior:
             groups="weight" a vector over all weights. May require grad: the evidence is differentiable in it.
         groups: see `Groups`. A group is named after its layer or parameter.
         mean: a number, a flat vector (P,), or a dictionary of parameters.
+        scales: fixed positive factors (P,) that the weights' precisions are multiplied by; tuning changes the groups'
+            precisions only. `ImplicitPosterior.g_prior` makes such a prior.
 
     >>> Prior(0.1, groups="layer")
     Prior(precision=0.1, groups='layer', mean=0.0)
@@ -38,6 +40,7 @@ class Prior:
     precision: float | Tensor | Sequence[float] | Mapping[str, float | Tensor] = 1.0
     groups: Groups = "one"
     mean: float | Tensor | Mapping[str, Tensor] = 0.0
+    scales: Tensor | None = field(default=None, repr=False)
 
     def resolve(self, network: Network) -> WeightPrior:
         """The prior of this network's chosen weights, after every check."""
@@ -51,7 +54,8 @@ class Prior:
                 got=", ".join(f"{value:.3g}" for value in sorted(set(precision.detach().tolist()))[:5]),
                 do="use a small positive number for a wide prior",
             )
-        return WeightPrior(network, labels, group_of, precision.to(network.device), _mean(self.mean, network))
+        mean, scales = _mean(self.mean, network), _scales(self.scales, network)
+        return WeightPrior(network, labels, group_of, precision.to(network.device), mean, scales)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class WeightPrior:
     """A prior over the weights of one network.
 
     `precision` has one entry a group, float64; `group_of` maps parameter names to groups, and is None when every weight
-    is its own group. `mean` is 0-d or (P,), float64.
+    is its own group. `mean` is 0-d or (P,), float64. A weight's precision is its group's, times its entry of `scales`
+    (P,) when there are any.
     """
 
     network: Network
@@ -67,21 +72,19 @@ class WeightPrior:
     group_of: Mapping[str, int] | None
     precision: Tensor
     mean: Tensor
+    scales: Tensor | None = None
     _latest: list[Tensor] = field(default_factory=list, repr=False, compare=False)
     """Weights and their squared distances; shared between priors that differ in precision only."""
 
     def of(self, name: str) -> Tensor:
         """Precision of a parameter: 0-d, or one entry a weight (flat)."""
-        if self.group_of is None:
-            start = self.network.offsets[name]
-            return self.precision[start : start + self.network.parameters[name].numel()]
-        return self.precision[self.group_of[name]]
+        precision = self.precision[self._span(name) if self.group_of is None else self.group_of[name]]
+        return precision if self.scales is None else precision * self.scales[self._span(name)]
 
     def vector(self) -> Tensor:
         """Precision of every weight, (P,)."""
-        if self.group_of is None:
-            return self.precision
-        return self.precision[self.group_index()]
+        vector = self.precision if self.group_of is None else self.precision[self.group_index()]
+        return vector if self.scales is None else vector * self.scales
 
     def group_index(self) -> Tensor:
         """Group of every weight, (P,)."""
@@ -101,10 +104,14 @@ class WeightPrior:
         return torch.tensor(sizes, dtype=torch.float64, device=self.precision.device)
 
     def squared_distance(self, weights: Tensor) -> Tensor:
-        """|t - mean|^2 within each group; the latest answer is kept, for the same weights under other precisions."""
+        """|t - mean|^2 within each group, weighted by `scales`; the latest answer is kept, for the same weights under
+        other precisions.
+        """
         if self._latest and self._latest[0] is weights:
             return self._latest[1]
         squares = (weights.double() - self.mean).square()
+        if self.scales is not None:
+            squares = squares * self.scales
         if self.group_of is not None:
             squares = torch.stack(
                 [
@@ -117,20 +124,26 @@ class WeightPrior:
 
     def logdet(self) -> Tensor:
         """log |Lambda|."""
-        return (self.sizes() * self.precision.log()).sum()
+        logdet = (self.sizes() * self.precision.log()).sum()
+        return logdet if self.scales is None else logdet + self.scales.log().sum()
 
     def with_precision(self, precision: Tensor) -> WeightPrior:
         return replace(self, precision=precision)
 
     def differs_in_precision_only(self, other: WeightPrior) -> bool:
         same = self.labels == other.labels and self.group_of == other.group_of
-        return same and torch.equal(self.mean, other.mean)
+        if not same or not torch.equal(self.mean, other.mean):
+            return False
+        if self.scales is None or other.scales is None:
+            return self.scales is other.scales
+        return torch.equal(self.scales, other.scales)
 
     def to_prior(self) -> Prior:
         """A prior that resolves to this one again, its groups listed by name."""
         if self.group_of is None:
-            return Prior(self.precision, "weight", self.mean)
-        return Prior(self.precision, {label: self._members(i) for i, label in enumerate(self.labels)}, self.mean)
+            return Prior(self.precision, "weight", self.mean, self.scales)
+        groups = {label: self._members(i) for i, label in enumerate(self.labels)}
+        return Prior(self.precision, groups, self.mean, self.scales)
 
     def _members(self, group: int) -> list[str]:
         assert self.group_of is not None
@@ -264,6 +277,20 @@ def _precisions(value: Any, labels: tuple[str, ...], count: int) -> Tensor:
             do="give one precision for each group",
         )
     return tensor
+
+
+def _scales(value: Any, network: Network) -> Tensor | None:
+    if value is None:
+        return None
+    scales = _numbers(value, "scales of the prior").to(network.device)
+    if tuple(scales.shape) != (network.size,) or not bool((torch.isfinite(scales) & (scales > 0)).all()):
+        raise PriorError(
+            "The prior's scales do not fit the weights",
+            expected=f"a vector ({network.size},) of finite positive numbers",
+            got=f"shape {tuple(scales.shape)}, from {float(scales.min()):.3g}" if scales.numel() else "nothing",
+            do="order them as the network's named_parameters()",
+        )
+    return scales
 
 
 def _mean(value: Any, network: Network) -> Tensor:

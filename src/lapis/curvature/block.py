@@ -25,6 +25,8 @@ class Block(ABC):
     kind: ClassVar[str]
     forms_jacobian: ClassVar[bool] = True
     """Whether seeds are multiplied with the layers' inputs, so that several at once make wider products."""
+    takes_rows: ClassVar[bool] = False
+    """Whether working memory for J itself, all weights of an example, has to be counted."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites = tuple(sites)
@@ -119,8 +121,8 @@ def site_precision(prior: WeightPrior, site: Site) -> Tensor:
 
 
 def common_group(prior: WeightPrior, sites: Sequence[Site]) -> int | None:
-    """The prior group of all the sites' weights, where there is one."""
-    if prior.group_of is None:
+    """The prior group of all the sites' weights, where there is one and one number is their precision."""
+    if prior.group_of is None or prior.scales is not None:
         return None
     groups = {prior.group_of[slot.name] for site in sites for slot in site.slots}
     return groups.pop() if len(groups) == 1 else None

@@ -123,6 +123,21 @@ class Outer:
             total += (rows * variance[:, o : o + step].reshape(-1)) @ rows.T
         return total.reshape(batch, seeds, batch, seeds)
 
+    def project(self, vectors: Tensor) -> Tensor:
+        """J v for weight vectors v (n, K, O, I): (B, M, n), a few vectors at a time."""
+        groups, seeds, batch, positions, outputs = self.g.shape
+        a = self.inputs().reshape(groups, batch * positions, -1).mT
+        inputs = a.shape[1]
+        g = self.g.permute(2, 1, 0, 3, 4).reshape(batch, seeds, -1)
+        step = max(1, CHUNK_BYTES // (self.g.element_size() * groups * batch * positions * outputs))
+        found = []
+        for some in torch.split(vectors, step):
+            moved = (some[..., :inputs] @ a).reshape(len(some), groups, outputs, batch, positions)
+            if self.bias:
+                moved = moved + some[:, :, :, -1, None, None]
+            found.append(g @ moved.permute(3, 1, 4, 2, 0).reshape(batch, -1, len(some)))
+        return torch.cat(found, -1)
+
     def gradient(self, coefficients: Tensor) -> Tensor:
         """sum over examples of coefficient_b J[b, 0], (K, O, I)."""
         g = (self.g[:, 0] * coefficients[:, None, None]).flatten(1, 2).mT
@@ -236,6 +251,10 @@ class Lookup:
     def joint(self, variance: Tensor) -> Tensor:
         return self.as_outer().joint(variance)
 
+    def project(self, vectors: Tensor) -> Tensor:
+        """J v for weight vectors v (n, 1, O, V): (B, M, n)."""
+        return torch.einsum("mbot,nobt->bmn", self.g, vectors[:, 0][:, :, self.index])
+
     def gradient(self, coefficients: Tensor) -> Tensor:
         return self.as_outer().gradient(coefficients)
 
@@ -284,6 +303,10 @@ class Rows:
         if diagonal:
             return torch.einsum("bmp,p->bm", jacobian.square(), variance)
         return torch.bmm(jacobian * variance, jacobian.mT)
+
+    def project(self, vectors: Tensor) -> Tensor:
+        """J v for weight vectors v (n, entries): (B, M, n)."""
+        return self.values.transpose(0, 1) @ vectors.flatten(1).mT
 
     def gradient(self, coefficients: Tensor) -> Tensor:
         return torch.einsum("bp,b->p", self.values[0], coefficients)

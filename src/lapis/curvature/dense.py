@@ -22,6 +22,7 @@ class DenseBlock(Block):
     """sum_n J_n^T S_n S_n^T J_n, as a matrix (size, size)."""
 
     kind = "dense"
+    takes_rows = True
 
     def __init__(self, sites: Sequence[Site]) -> None:
         super().__init__(sites)

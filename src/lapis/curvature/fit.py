@@ -122,7 +122,7 @@ def _add(
 def _bytes(curvature: Curvature) -> tuple[int, int]:
     """Working memory for an example: independent of seeds, and for each seed."""
     inputs, most, gradients = curvature.tape.example_bytes
-    rows = sum(block.size for block in curvature.blocks if isinstance(block, DenseBlock))
+    rows = sum(block.size for block in curvature.blocks if block.takes_rows)
     # outputs of layers, before and after what follows them, are about as large as gradients
     fixed = 2 * (inputs if curvature.forms_jacobian else most) + 2 * gradients
     return fixed, gradients + rows * curvature.tape.network.dtype.itemsize

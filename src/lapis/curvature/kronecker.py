@@ -102,11 +102,11 @@ class KroneckerBlock(Block):
         return [(group, self._spectrum)]
 
     def check(self, prior: WeightPrior) -> None:
-        if prior.group_of is None:
+        if prior.group_of is None or prior.scales is not None:
             raise PriorError(
                 "A Kronecker posterior cannot hold a prior precision for every weight",
                 expected="precisions that are shared within each parameter",
-                got='groups="weight"',
+                got='groups="weight"' if prior.group_of is None else "a prior with scales",
                 do='use structure "diagonal" or "dense", or groups="parameter"',
             )
 

@@ -1,7 +1,8 @@
 """Structures: which weights are correlated in the posterior. A structure cuts the sites into blocks.
 
 * dense: one block over everything. * diagonal: every weight alone. * kronecker: each weight matrix (with its bias) one
-Kronecker block; what has no such form is a small dense block a parameter, or diagonal when large.
+Kronecker block; what has no such form is a small dense block a parameter, or diagonal when large. * lowrank: one block
+over everything, known by its leading eigenpairs. * implicit: no blocks at all, products over the data.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from lapis.curvature.block import Block
 from lapis.curvature.dense import DenseBlock
 from lapis.curvature.diagonal import DiagonalBlock
 from lapis.curvature.kronecker import KroneckerBlock
+from lapis.curvature.lowrank import LowRankBlock
 from lapis.curvature.sites import Site
 from lapis.curvature.spectrum import GroupedSpectrum, Spectrum
 from lapis.errors import MemoryBudgetError, OptionError
 from lapis.priors import WeightPrior
 
-Structure = Literal["dense", "diagonal", "kronecker"]
+Structure = Literal["dense", "diagonal", "kronecker", "lowrank", "implicit"]
 
 NAMES: dict[str, Structure] = {
     "dense": "dense",
@@ -31,6 +33,10 @@ NAMES: dict[str, Structure] = {
     "kronecker": "kronecker",
     "kron": "kronecker",
     "kfac": "kronecker",
+    "lowrank": "lowrank",
+    "low_rank": "lowrank",
+    "implicit": "implicit",
+    "matrix_free": "implicit",
 }
 
 AUTO_DENSE = 1500
@@ -54,7 +60,7 @@ def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Stru
     if name not in NAMES:
         raise OptionError(
             "Unknown structure",
-            expected='"auto", "dense" ("full"), "diagonal" ("diag"), "kronecker" ("kron", "kfac")',
+            expected='"auto", "dense" ("full"), "diagonal" ("diag"), "kronecker" ("kfac"), "lowrank" or "implicit"',
             got=repr(name),
             do="choose one of these",
         )
@@ -65,7 +71,7 @@ def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Stru
             f"A dense posterior over {weights:,} weights does not fit",
             expected=f"at most {memory_budget:,} bytes (memory_budget)",
             got=f"{needed:,} bytes for {DENSE_COPIES} float64 matrices of {weights:,} x {weights:,}",
-            do='use structure="kronecker" or "diagonal", weights="last_layer", or a larger memory_budget',
+            do='use structure="kronecker", "diagonal" or "implicit", weights="last_layer", or a larger memory_budget',
         )
     return structure, structure
 
@@ -74,6 +80,8 @@ def build_blocks(structure: Structure, sites: Sequence[Site], sharing: str, memo
     """Empty blocks that partition the sites."""
     if structure == "dense":
         return [DenseBlock(sites)]
+    if structure == "lowrank":
+        return [LowRankBlock(sites)]
     if structure == "diagonal":
         return [DiagonalBlock([site]) for site in sites]
     needed = sum(_kronecker_bytes(site) for site in sites if site.kind != "rows")
@@ -101,7 +109,9 @@ def _kronecker_bytes(site: Site) -> int:
 
 
 def grouped_spectrum(blocks: Sequence[Block], prior: WeightPrior) -> GroupedSpectrum | None:
-    """Eigenvalues of all blocks by prior group; None where some block has none to give."""
+    """Eigenvalues of all blocks by prior group; None where some block has none to give, or the prior has scales."""
+    if prior.scales is not None:
+        return None
     parts: list[tuple[int | Tensor, Spectrum]] = []
     for block in blocks:
         found = block.spectra(prior)

@@ -10,6 +10,10 @@ from scipy.optimize import minimize
 from lapis.evidence.point import Evaluate, Point, limits, relative_error
 from lapis.evidence.search import FLAT, Search
 
+FAILED_LINE_SEARCH = 2
+"""L-BFGS-B's status when what it remembers of the slopes no longer points uphill; a fresh start forgets it."""
+RESTARTS = 3
+
 
 def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: float) -> Search:
     """From `start` until slope / max(1, gamma), the relative error of MacKay's equations, is at most `tolerance`.
@@ -34,21 +38,32 @@ def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: 
         trace.append(max(-float(intermediate_result.fun), trace[-1]))
 
     goal = 0.01 * tolerance * max(1.0, float(start.gamma.sum()))
-    result = minimize(
-        negative,
-        start.logs,
-        jac=True,
-        method="L-BFGS-B",
-        bounds=[(-bound, bound) for bound in bounds.tolist()],
-        callback=note,
-        options={"maxiter": max_iterations, "maxfun": 20 * max_iterations, "ftol": 1e-16, "gtol": goal},
-    )
-    best = max(points, key=lambda point: point.value)
-    error = relative_error(best, bounds)
+    iterations = 0
+    for _ in range(RESTARTS + 1):
+        best = max(points, key=lambda point: point.value)
+        result = minimize(
+            negative,
+            best.logs,
+            jac=True,
+            method="L-BFGS-B",
+            bounds=[(-bound, bound) for bound in bounds.tolist()],
+            callback=note,
+            options={
+                "maxiter": max_iterations - iterations,
+                "maxfun": 20 * max_iterations,
+                "ftol": 1e-16,
+                "gtol": goal,
+            },
+        )
+        iterations += int(result.nit)
+        before, best = best, max(points, key=lambda point: point.value)
+        error = relative_error(best, bounds)
+        if error <= tolerance or result.status != FAILED_LINE_SEARCH or best is before or iterations >= max_iterations:
+            break
     flat = bool(result.success) and error <= FLAT * tolerance
     reason = str(result.message)
     if error <= tolerance:
         reason = f"relative slope {error:.1e}, at most {tolerance:.1g}"
     elif flat:
         reason = f"the evidence is flat to rounding, relative slope {error:.1e}"
-    return Search(best, tuple(trace), int(result.nit), len(points), error <= tolerance or flat, reason)
+    return Search(best, tuple(trace), iterations, len(points), error <= tolerance or flat, reason)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch
-from lapis.evidence.products import Products
+from lapis.curvature.jacobian import Jacobian
 from lapis.likelihoods import Likelihood
 from lapis.priors import WeightPrior
 
@@ -51,19 +51,19 @@ class TangentProblem:
 
     def __init__(
         self,
-        products: Products,
+        jacobian: Jacobian,
         likelihood: Likelihood,
         batches: Sequence[Batch],
         centre: Tensor,
         tolerance: float | None = None,
         max_products: int = 2000,
     ) -> None:
-        self.products, self.centre, self.max_products = products, centre.double(), max_products
-        exact = products.network.dtype == torch.float64
+        self.jacobian, self.centre, self.max_products = jacobian, centre.double(), max_products
+        exact = jacobian.network.dtype == torch.float64
         self.tolerance = tolerance if tolerance is not None else 1e-16 if exact else 1e-5
         self.targets = [
             likelihood.targets(batch.targets, f, shape)
-            for batch, f, shape in zip(batches, products.outputs, products.shapes, strict=True)
+            for batch, f, shape in zip(batches, jacobian.outputs, jacobian.shapes, strict=True)
         ]
 
     def solve(
@@ -104,7 +104,7 @@ class TangentProblem:
                 limit=max(1, max_products - products),
             )
             products += used
-            change = self.products.forward(step)
+            change = [part[0] for part in self.jacobian.forward(step[None])]
             length, after = loss.search(f, theta, change, step, value, float(gradient @ step))
             if length == 0.0:
                 reason = f"no step lowers the loss, {remaining:.1e} nats above the minimum"
@@ -128,14 +128,13 @@ class TangentProblem:
 
         (Lambda + U^T U)^-1 = Lambda^-1 - Lambda^-1 U^T (I + U Lambda^-1 U^T)^-1 U Lambda^-1 with U = S^T J / sqrt(T).
         """
-        rows = self.products.rows
-        size = self.products.network.size
-        if rows is None or sum(f.numel() for f in self.products.outputs) > min(size // 2, FEW_OUTPUTS):
+        size = self.jacobian.size
+        if not self.jacobian.keeps or self.jacobian.n_outputs > min(size // 2, FEW_OUTPUTS):
             return None
         parts = []
-        for jacobian, f, y in zip(rows, self.products.outputs, self.targets, strict=True):
+        for rows, f, y in zip(self.jacobian.rows(), self.jacobian.outputs, self.targets, strict=True):
             factor = likelihood.factor(f, y) / temperature**0.5
-            parts.append((factor.mT @ jacobian.double()).reshape(-1, size))
+            parts.append((factor.mT @ rows.double()).reshape(-1, size))
         scaled = torch.cat(parts) / prior.vector()
         u = scaled * prior.vector()
         inner = torch.linalg.cholesky(torch.eye(len(u), dtype=u.dtype, device=u.device) + scaled @ u.T)
@@ -157,11 +156,11 @@ class _Loss:
     temperature: float
 
     def outputs(self, theta: Tensor) -> list[Tensor]:
-        products = self.problem.products
+        jacobian = self.problem.jacobian
         if torch.equal(theta, self.problem.centre):
-            return products.outputs
-        change = products.forward(theta - self.problem.centre)
-        return [f + part for f, part in zip(products.outputs, change, strict=True)]
+            return jacobian.outputs
+        change = jacobian.forward((theta - self.problem.centre)[None])
+        return [f + part[0] for f, part in zip(jacobian.outputs, change, strict=True)]
 
     def value(self, f: Sequence[Tensor], theta: Tensor) -> float:
         data = sum(float(self.likelihood.nll(part, y).sum()) for part, y in zip(f, self.problem.targets, strict=True))
@@ -169,18 +168,14 @@ class _Loss:
         return data / self.temperature + 0.5 * float((self.prior.vector() * deviation) @ deviation)
 
     def gradient(self, f: Sequence[Tensor], theta: Tensor) -> Tensor:
-        seeds = [self.likelihood.gradient(part, y) for part, y in zip(f, self.problem.targets, strict=True)]
+        seeds = [self.likelihood.gradient(part, y)[None] for part, y in zip(f, self.problem.targets, strict=True)]
         pull = self.prior.vector() * (theta - self.prior.mean)
-        return self.problem.products.backward(seeds) / self.temperature + pull
+        return self.problem.jacobian.backward(seeds)[0] / self.temperature + pull
 
     def curvature(self, vector: Tensor, factors: Sequence[Tensor]) -> Tensor:
         """(J^T S S^T J / T + Lambda) v."""
-        products = self.problem.products
-        seeds = [
-            (factor @ (factor.mT @ part[..., None]))[..., 0]
-            for part, factor in zip(products.forward(vector), factors, strict=True)
-        ]
-        return products.backward(seeds) / self.temperature + self.prior.vector() * vector
+        product = self.problem.jacobian.ggn(vector[None], factors)[0]
+        return product / self.temperature + self.prior.vector() * vector
 
     def search(
         self, f: Sequence[Tensor], theta: Tensor, change: Sequence[Tensor], step: Tensor, value: float, slope: float

@@ -43,16 +43,21 @@ class Tuning:
     """Effective parameters of each group, at the end."""
     at_bound: tuple[str, ...]
     """Hyperparameters that ran to the end of their range: the data leave them undetermined."""
+    path: tuple[tuple[float, ...], ...] = ()
+    """Precisions, and the noise's factor, after each round of tuning from draws (which leaves the evidence NaN)."""
 
     def __post_init__(self) -> None:
         for name in ("trace", "groups", "gamma", "at_bound"):  # files give lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "path", tuple(map(tuple, self.path)))
 
     def __str__(self) -> str:
         state = "converged" if self.converged else "stopped"
+        known = not math.isnan(self.log_evidence)
+        evidence = f"log evidence {self.start:.4f} -> {self.log_evidence:.4f}, " if known else ""
         return (
             f"{self.method}: {state} after {self.iterations} iterations ({self.reason}); "
-            f"log evidence {self.start:.4f} -> {self.log_evidence:.4f}, gamma {sum(self.gamma):.2f}"
+            f"{evidence}gamma {sum(self.gamma):.2f}"
         )
 
 

@@ -1,183 +1,136 @@
-"""Drawn networks, one in memory at a time, whose matrices are formed only where a forward pass needs them.
-
-A draw of a Kronecker block is W + Q_G (E * s) R^T, with white noise E, standard deviations s and the bases of
-`KroneckerGaussian`. A linear layer's output x W^T + ((x R) (E * s)^T) Q_G^T takes the noise without forming the drawn
-weight, which is less work for few inputs on a wide layer; and x R and x W^T are the same in every draw where x comes
-straight from the user.
-"""
+"""A posterior that is a set of drawn weight vectors: its predictions are Jacobian-vector products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lapis.batches import Inputs, tensors_in
-from lapis.curvature.block import Block, BlockGaussian
-from lapis.curvature.kronecker import KroneckerGaussian
-from lapis.curvature.sites import Site
+from lapis.batches import Batch, Inputs, batch_length, take
+from lapis.curvature.fit import check_outputs
+from lapis.curvature.implicit import jacobian_of
+from lapis.errors import OptionError
+from lapis.likelihoods import Likelihood
 from lapis.network import Network
+from lapis.posteriors import functional
+from lapis.posteriors.base import Posterior, check_draws
+from lapis.predictions import LatentGaussian
+from lapis.priors import Prior, WeightPrior
+
+EXAMPLES_AT_ONCE = 256
+"""Examples whose outputs are predicted together."""
 
 
-def white_noise(network: Network, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers (P,) in the network's dtype: one draw's worth."""
-    noise = torch.randn(network.size, dtype=network.dtype, generator=generator, device=generator.device)
-    return noise.to(network.device)
+@dataclass(frozen=True)
+class Drawing:
+    """How weights were drawn: the solver's statistics, one entry a draw where there is a tuple."""
+
+    method: str
+    objective: str | None
+    seed: int
+    iterations: tuple[int, ...]
+    """Iterations of conjugate gradients, or SGD steps."""
+    residuals: tuple[float, ...]
+    """|A z - b| / |b|, computed anew at the end."""
+    converged: bool
+    reason: str
+    products: int
+    """Vectors that the GGN of the whole data set was applied to; minibatches count by their share."""
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "residuals"):  # files give lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
-class DrawnNetwork:
-    """Parameters of one drawn network after another; the noise of each is that of `LaplacePosterior.sample`."""
+@dataclass(frozen=True, eq=False, repr=False)
+class DrawnPosterior(Posterior):
+    """K draws z_k of N(0, A^-1) around the trained weights t; made by `ImplicitPosterior.draw`.
 
-    def __init__(
-        self,
-        network: Network,
-        blocks: Sequence[Block],
-        gaussians: Sequence[BlockGaussian],
-        mean: Tensor,
-        inputs: Inputs,
-    ) -> None:
-        self.network, self.blocks, self.gaussians = network, blocks, gaussians
-        self.means = [[site.gather(mean, network) for site in block.sites] for block in blocks]
-        self.flat = mean.clone()
-        self.parameters = network.unflatten(self.flat)
-        given = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors_in(inputs))
-        self.matrices: dict[int, Matrix] = {}
-        for i, gaussian in enumerate(gaussians):
-            if isinstance(gaussian, KroneckerGaussian) and _is_linear(gaussian.block.site, network):
-                self.matrices[i] = Matrix(gaussian, network.unflatten(mean), given)
-                self.parameters |= self.matrices[i].held
-
-    def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """The parameters of the next network; they take the place of the last one's."""
-        parts = torch.split(white_noise(self.network, generator), [block.size for block in self.blocks])
-        for i, (block, gaussian, part) in enumerate(zip(self.blocks, self.gaussians, parts, strict=True)):
-            if i in self.matrices:
-                self.matrices[i].draw(part)
-                continue
-            pieces = torch.split(gaussian.color(part[None])[0], [site.size for site in block.sites])
-            for site, mean, piece in zip(block.sites, self.means[i], pieces, strict=True):
-                site.scatter(mean + piece.reshape(site.shape).to(mean.dtype), self.flat, self.network)
-        return self.parameters
-
-
-def _is_linear(site: Site, network: Network) -> bool:
-    """Whether a site is one whole matrix as linear layers hold it."""
-    if site.kind != "outer" or site.weight is None:
-        return False
-    whole_bias = site.bias is None or network.shapes[site.bias.name] == site.bias.view
-    return whole_bias and site.weight.axes == (0, 1) and site.weight.view == network.shapes[site.weight.name]
-
-
-class Matrix:
-    """A linear layer's weight, perhaps with its bias as a last column of inputs: the mean, and one draw at a time."""
-
-    def __init__(self, gaussian: KroneckerGaussian, means: Mapping[str, Tensor], given: frozenset[int]) -> None:
-        site = gaussian.block.site
-        assert site.weight is not None
-        self.weight = means[site.weight.name]
-        self.bias = None if site.bias is None else means[site.bias.name]
-        variance, outputs, back = gaussian.factors(self.weight.dtype)
-        assert back is not None
-        self.deviation, self.outputs, self.back = variance[0].sqrt(), outputs[0], back[0]
-        self.given = given
-        self.held: dict[str, Tensor] = {slot.name: Drawn.of(self, slot is site.bias) for slot in site.slots}
-        self._noise = self.deviation
-        self._formed: Tensor | None = None
-        self._known: tuple[Any, Tensor, Tensor] | None = None
-
-    def draw(self, noise: Tensor) -> None:
-        """Put the next draw in the place of the last."""
-        self._noise = noise.reshape(self.deviation.shape) * self.deviation
-        self._formed = None
-
-    def formed(self) -> Tensor:
-        """The drawn matrix, bias as last column."""
-        if self._formed is None:
-            draw = self.outputs @ self._noise @ self.back.mT
-            self._formed = draw.add_(
-                self.weight if self.bias is None else torch.cat([self.weight, self.bias[:, None]], 1)
-            )
-        return self._formed
-
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b with the drawn weight; a bias of this matrix is drawn along, any other is added as it is."""
-        own = isinstance(bias, Drawn)
-        outputs, inputs = self.weight.shape
-        rows = x.numel() // max(inputs, 1)
-        shared = not x.is_inference() and x.untyped_storage().data_ptr() in self.given
-        direct = rows * outputs * (outputs + inputs) + (0 if shared else rows * inputs * (outputs + inputs))
-        if direct >= outputs * inputs * (outputs + inputs + rows) or x.dtype != self.weight.dtype:
-            formed = self.formed()
-            return F.linear(x, formed[:, :inputs], formed[:, inputs] if own else bias)
-        at_mean, rotated = self._means(x, bias, own, shared)
-        noise = torch.addmm(at_mean, rotated @ self._noise.mT, self.outputs.mT)
-        return noise.reshape(*x.shape[:-1], outputs)
-
-    def _means(self, x: Tensor, bias: Tensor | None, own: bool, shared: bool) -> tuple[Tensor, Tensor]:
-        """x W^T + b of the mean weights and x R, flat over rows; kept for the next draw where x will be the same."""
-        key = (x.data_ptr(), x.shape, x.stride(), x._version, own) if shared else None
-        if shared and self._known is not None and self._known[0] == key:
-            _, at_mean, rotated = self._known
-        else:
-            flat = x.reshape(-1, x.shape[-1])
-            at_mean = F.linear(flat, self.weight, self.bias if own else None)
-            rotated = flat @ self.back[: flat.shape[1]]
-            if own:
-                rotated += self.back[-1]
-            if shared:
-                self._known = (key, at_mean, rotated)
-        return (at_mean if own or bias is None else at_mean + bias), rotated
-
-
-class Drawn(Tensor):
-    """Stands for a drawn weight or bias: linear layers use it as it is, any other function gets it formed.
-
-    What it seems to hold is NaN, so that code out of its sight could not go on unnoticed.
+    The linearised network's outputs have mean f(x) and covariance mean_k (J z_k)(J z_k)^T, by K Jacobian-vector
+    products. With K draws a variance has a relative error of sqrt(2 / K), and a covariance has rank K at most; so
+    predictions hold variances alone unless covariance="full" is asked for. Memory: (K, P) in the network's dtype.
     """
 
-    matrix: Matrix
-    is_bias: bool
+    network: Network
+    likelihood: Likelihood
+    fitted_likelihood: Likelihood
+    prior: Prior
+    weight_prior: WeightPrior
+    deviations: Tensor
+    """z, (K, P), in the network's dtype."""
+    mean: Tensor
+    fingerprint: str
+    temperature: float
+    memory_budget: int
+    drawing: Drawing
+    examples: int
+    width: int
+    seen: str
+    structure: Any = "drawn"
 
-    @staticmethod
-    def of(matrix: Matrix, is_bias: bool) -> Drawn:
-        like = matrix.bias if is_bias else matrix.weight
-        assert like is not None
-        drawn: Drawn = Tensor._make_subclass(Drawn, like.new_full((), torch.nan).expand(like.shape))
-        drawn.matrix, drawn.is_bias = matrix, is_bias
-        return drawn
+    @property
+    def n_data(self) -> int:
+        return self.examples
 
-    def formed(self) -> Tensor:
-        whole = self.matrix.formed()
-        return whole[:, -1] if self.is_bias else whole[:, : self.matrix.weight.shape[1]]
+    @property
+    def n_outputs(self) -> int:
+        return self.width
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is F.linear:
-                x, weight, bias = _linear_arguments(
-                    *args, **{{"input": "x"}.get(key, key): value for key, value in (kwargs or {}).items()}
-                )
-                if isinstance(weight, Drawn) and not weight.is_bias and not isinstance(x, Drawn):
-                    if isinstance(bias, Drawn) and not (bias.matrix is weight.matrix and bias.is_bias):
-                        bias = bias.formed()
-                    return weight.matrix.linear(x, bias)
-            return func(*_formed(args), **_formed(kwargs or {}))
+    @property
+    def signature(self) -> str:
+        return self.seen
 
+    def __len__(self) -> int:
+        """K."""
+        return len(self.deviations)
 
-def _linear_arguments(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    return x, weight, bias
+    def sample(self, n: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
+        """n of the K draws, without replacement, as weights (n, P)."""
+        source = check_draws(n, generator, self.network.device)
+        if n > len(self):
+            raise OptionError(
+                "There are fewer draws",
+                expected=f"n <= {len(self)}",
+                got=str(n),
+                do="draw more: ImplicitPosterior.draw(k)",
+            )
+        chosen = torch.randperm(len(self), generator=source, device=source.device)[:n].to(self.mean.device)
+        return self.deviations[chosen] + self.mean
 
+    def marginal_variance(self) -> Tensor:
+        """mean_k z_k^2 of each weight, (P,)."""
+        return self.deviations.square().mean(0)
 
-def _formed(value: Any) -> Any:
-    """The value with every drawn weight in it formed."""
-    if isinstance(value, Drawn):
-        return value.formed()
-    if isinstance(value, (tuple, list)):
-        parts = [_formed(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return {key: _formed(part) for key, part in value.items()} if isinstance(value, dict) else value
+    def _full_by_default(self) -> bool:
+        return False
+
+    def _networks(self) -> int:
+        return len(self)
+
+    def _draws(self, n: int, generator: torch.Generator, inputs: Inputs) -> Iterable[Mapping[str, Tensor]]:
+        return (self.network.unflatten(weights) for weights in self.sample(n, generator=generator))
+
+    def _outputs(self, inputs: Inputs, kind: functional.Kind) -> tuple[LatentGaussian, torch.Size]:
+        means, pushed = [], []
+        length = batch_length(inputs)
+        for start in range(0, length, EXAMPLES_AT_ONCE):
+            part = take(inputs, start, min(start + EXAMPLES_AT_ONCE, length))
+            batch = Batch(part, torch.zeros(batch_length(part), device=self.network.device), 0)
+            jacobian = jacobian_of(self.network, self.likelihood.canonical, [batch], self.memory_budget)
+            check_outputs(jacobian.outputs[0], self.width, "this batch")
+            means.append(jacobian.outputs[0])
+            pushed.append(jacobian.forward(self.deviations)[0].double())
+        mean, draws = torch.cat(means).to(self.network.dtype), torch.cat(pushed, 1)
+        shape = torch.Size((length, *jacobian.shapes[0][1:]))
+        if kind == "diagonal":
+            return LatentGaussian(mean, draws.square().mean(0).to(mean.dtype)), shape
+        if kind == "full":
+            covariance = (torch.einsum("kbtc,kbtd->btcd", draws, draws) / len(self)).to(mean.dtype)
+            return LatentGaussian(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance), shape
+        functional.check_joint(mean, self.memory_budget)
+        flat = draws.flatten(1)
+        joint = (flat.mT @ flat / len(self)).to(mean.dtype)
+        return LatentGaussian(mean, joint.diagonal().reshape(mean.shape), None, joint), shape

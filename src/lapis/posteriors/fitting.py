@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from lapis.batches import batches, describe, take
+from lapis.batches import Batch, Inputs, batches, describe, take
 from lapis.curvature.fit import Curvature, accumulate, check_outputs
+from lapis.curvature.implicit import ImplicitCurvature
+from lapis.curvature.lowrank import RANK_FRACTION, LowRankBlock, leading_eigenpairs
 from lapis.curvature.plan import plan
-from lapis.curvature.structure import build_blocks, resolve_structure, to_device
+from lapis.curvature.structure import Structure, build_blocks, resolve_structure, to_device
+from lapis.curvature.tape import Tape
 from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, Weights
-from lapis.posteriors.laplace import LaplacePosterior, check_temperature
-from lapis.priors import Prior, as_prior
+from lapis.posteriors.base import check_temperature
+from lapis.posteriors.implicit import ImplicitPosterior
+from lapis.posteriors.laplace import LaplacePosterior
+from lapis.priors import Prior, WeightPrior, as_prior
+from lapis.solvers import Operator
 
 log = logging.getLogger("lapis")
 
@@ -38,7 +46,45 @@ CURVATURES = {
     "hessian": "hessian",
 }
 
+MATRIX_FREE = ("lowrank", "implicit")
 
+
+@overload
+def laplace(
+    model: nn.Module,
+    data: Any,
+    likelihood: str | Likelihood,
+    *,
+    structure: Literal["implicit", "matrix_free"],
+    weights: Weights = ...,
+    prior: Prior | float | Tensor = ...,
+    curvature: str = ...,
+    temperature: float = ...,
+    generator: torch.Generator | None = ...,
+    batch_size: int | None = ...,
+    memory_budget: int = ...,
+    progress: bool | None = ...,
+) -> ImplicitPosterior: ...
+@overload
+def laplace(
+    model: nn.Module,
+    data: Any,
+    likelihood: str | Likelihood,
+    *,
+    structure: str = ...,
+    weights: Weights = ...,
+    prior: Prior | float | Tensor = ...,
+    curvature: str = ...,
+    temperature: float = ...,
+    sharing: Literal["expand", "reduce"] = ...,
+    bias: Literal["joint", "separate"] = ...,
+    fisher_samples: int = ...,
+    rank: int | None = ...,
+    generator: torch.Generator | None = ...,
+    batch_size: int | None = ...,
+    memory_budget: int = ...,
+    progress: bool | None = ...,
+) -> LaplacePosterior: ...
 def laplace(
     model: nn.Module,
     data: Any,
@@ -52,11 +98,12 @@ def laplace(
     sharing: Literal["expand", "reduce"] = "expand",
     bias: Literal["joint", "separate"] = "joint",
     fisher_samples: int = 1,
+    rank: int | None = None,
     generator: torch.Generator | None = None,
     batch_size: int | None = None,
     memory_budget: int = 4 * 2**30,
     progress: bool | None = None,
-) -> LaplacePosterior:
+) -> LaplacePosterior | ImplicitPosterior:
     r"""Fit a Laplace posterior to a trained network in one pass over its training data.
 
     q(theta) = N(t, A^-1), A = sum_n J_n^T H_n J_n / temperature + Lambda, at the trained weights t.
@@ -66,14 +113,18 @@ def laplace(
         data: a DataLoader, a Dataset, a pair (inputs, targets), or an iterable of such batches. Inputs may be a tensor,
             a tuple (positional arguments) or a dictionary (keywords).
         likelihood: "regression", "classification", "binary", "poisson", "heteroscedastic", or a `Likelihood`.
-        structure: "dense", "diagonal", "kronecker", or "auto" (dense for small networks, else kronecker).
+        structure: "dense", "diagonal", "kronecker", "lowrank" (leading eigenpairs of the GGN), "implicit" (nothing is
+            stored; exact, by solves over the data: an `ImplicitPosterior`), or "auto" (dense for small networks, else
+            kronecker).
         weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter).
         prior: a precision, or a `Prior`.
         curvature: "ggn" (exact; sampled, with a warning, when an example has very many outputs), "exact", "sampled"
-            (Fisher information from `fisher_samples` drawn targets), "empirical", or "hessian" (dense only).
+            (Fisher information from `fisher_samples` drawn targets), "empirical", or "hessian" (dense only). The
+            lowrank and implicit structures are always exact.
         temperature: the likelihood enters as p(D | theta)^(1 / temperature).
         sharing: how Kronecker factors treat positions that share weights: each an example, or merged first.
         bias: whether a bias shares its weight's Kronecker block or has its own.
+        rank: eigenpairs of the lowrank structure; when None, all above a hundredth of the smallest prior precision.
         generator: source of randomness for sampled curvature; seeded with 0 when not given.
         batch_size: for data that are not batched yet.
         memory_budget: bytes; work is cut to fit, and refused before it starts when it cannot.
@@ -87,7 +138,7 @@ def laplace(
     torch.Size([20, 1])
     """
     likelihood = resolve_likelihood(likelihood)
-    _check_options(curvature, temperature, sharing, bias, fisher_samples, batch_size, memory_budget)
+    _check_options(curvature, temperature, sharing, bias, fisher_samples, batch_size, memory_budget, rank)
     chosen_prior = as_prior(prior)
     probe = Network(model)
     stream, total = batches(data, dtype=probe.dtype, device=probe.device, batch_size=batch_size)
@@ -97,23 +148,31 @@ def laplace(
     few = take(first.inputs, 0, min(len(first), PLANNING_EXAMPLES))
     network = Network(model, weights, example=few)
     chosen, note = resolve_structure(structure, network.size, memory_budget)
-    if CURVATURES[curvature] == "hessian" and chosen != "dense":
-        raise OptionError(
-            "The Hessian is available for the dense structure only",
-            expected='structure="dense"',
-            got=f"structure={structure!r}, which is {chosen}",
-            do='use curvature="ggn", or structure="dense" on fewer weights',
-        )
+    _check_structure(chosen, structure, curvature, rank)
     weight_prior = chosen_prior.resolve(network)
-    with network.prepared():
-        with torch.no_grad():
-            outputs = likelihood.canonical(network.call(few))
-        check_outputs(outputs, 0, f"batch {first.index}")
-        likelihood.check_outputs(outputs)
-        tape = plan(network, likelihood.canonical, few, separate_bias=bias == "separate")
+    outputs = _first_outputs(network, likelihood, few, first.index)
     network.signature = describe(first.inputs)
+    fit = _Fit(network, likelihood, chain([first], stream), total, weight_prior, temperature, memory_budget, progress)
+    common: dict[str, Any] = {
+        "network": network,
+        "likelihood": likelihood,
+        "fitted_likelihood": likelihood,
+        "prior": chosen_prior,
+        "weight_prior": weight_prior,
+        "structure": chosen,
+        "mean": network.flat(),
+        "fingerprint": network.fingerprint(),
+        "temperature": temperature,
+        "memory_budget": memory_budget,
+    }
+    if chosen == "implicit":
+        with network.prepared():
+            Tape(network, likelihood.canonical).record(few)  # proves that an example's output is its own
+        return ImplicitPosterior(curvature=fit.implicit(), **common)
+    with network.prepared():
+        tape = plan(network, likelihood.canonical, few, separate_bias=bias == "separate")
     kind, choices = CURVATURES[curvature], [note]
-    if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS:
+    if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS and chosen not in MATRIX_FREE:
         kind = "sampled"
         choices.append(
             f"Fisher information from {fisher_samples} drawn target(s), for {outputs[0].numel()} outputs an example"
@@ -128,8 +187,8 @@ def laplace(
         choices.append(f"general per-example rule for {', '.join(sorted(tape.general))}")
     blocks = build_blocks(chosen, tape.sites, sharing, memory_budget)
     to_device(blocks, network.device)
-    for choice in choices:
-        log.info("%s", choice)
+    for block in blocks:
+        block.check(weight_prior)
     sums = Curvature(
         kind=kind,
         tape=tape,
@@ -139,32 +198,108 @@ def laplace(
         signature=network.signature,
         outputs=outputs.shape[-1],
     )
-    for block in blocks:
-        block.check(weight_prior)
-    accumulate(
-        sums,
-        network,
-        likelihood,
-        chain([first], stream),
-        total=total,
-        generator=generator or torch.Generator(network.device).manual_seed(0),
-        memory_budget=memory_budget,
-        progress=progress,
-    )
-    return LaplacePosterior(
-        network=network,
-        likelihood=likelihood,
-        fitted_likelihood=likelihood,
-        prior=chosen_prior,
-        weight_prior=weight_prior,
-        curvature=sums,
-        structure=chosen,
-        mean=network.flat(),
-        fingerprint=network.fingerprint(),
-        temperature=temperature,
-        memory_budget=memory_budget,
-        choices=tuple(choices),
-    )
+    source = generator or torch.Generator(network.device).manual_seed(0)
+    if chosen == "lowrank":
+        choices.append(fit.low_rank(sums, rank, source))
+    else:
+        fit.sums(sums, source)
+    for choice in choices:
+        log.info("%s", choice)
+    return LaplacePosterior(curvature=sums, choices=tuple(choices), **common)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The pass over the data, for each kind of structure."""
+
+    network: Network
+    likelihood: Likelihood
+    stream: Iterator[Batch]
+    total: int | None
+    prior: WeightPrior
+    temperature: float
+    memory_budget: int
+    progress: bool | None
+
+    def sums(self, curvature: Curvature, generator: torch.Generator) -> None:
+        """Add the data to the blocks."""
+        accumulate(
+            curvature,
+            self.network,
+            self.likelihood,
+            self.stream,
+            total=self.total,
+            generator=generator,
+            memory_budget=self.memory_budget,
+            progress=self.progress,
+        )
+
+    def implicit(self) -> ImplicitCurvature:
+        """The GGN by its products; the data are kept."""
+        signature = self.network.signature or ""
+        return ImplicitCurvature(self.network, self.likelihood, list(self.stream), signature, self.memory_budget)
+
+    def low_rank(self, curvature: Curvature, rank: int | None, generator: torch.Generator) -> str:
+        """Fill the block with the leading eigenpairs, and say how many and why."""
+        products, network = self.implicit(), self.network
+        precision = float(self.prior.vector().detach().min())
+        operator = Operator(products.product, network.size, network.dtype, network.device, "symmetric")
+        found = leading_eigenpairs(
+            operator,
+            rank=rank,
+            threshold=RANK_FRACTION * precision * self.temperature,
+            bound=products.rows,
+            memory_budget=self.memory_budget,
+            generator=generator,
+            progress=self.progress,
+        )
+        (block,) = curvature.blocks
+        assert isinstance(block, LowRankBlock)
+        ordered = torch.cat([site.gather(found.vectors, network).flatten(1) for site in block.sites], 1)
+        block.load({"values": found.values, "vectors": ordered})
+        curvature.statistics, curvature.n_data = products.statistics, products.n_data
+        curvature.digest = products.digest
+        if not found.converged:
+            warnings.warn(
+                f"Not all of the {len(found.values)} leading eigenpairs were found to their tolerance; "
+                "use float64, or a smaller rank.",
+                LapisWarning,
+                stacklevel=4,
+            )
+        return found.note
+
+
+def _first_outputs(network: Network, likelihood: Likelihood, few: Inputs, index: int) -> Tensor:
+    """Canonical outputs of a few examples, after every check."""
+    with network.prepared(), torch.no_grad():
+        outputs = likelihood.canonical(network.call(few))
+    check_outputs(outputs, 0, f"batch {index}")
+    likelihood.check_outputs(outputs)
+    return outputs
+
+
+def _check_structure(chosen: Structure, asked: str, curvature: str, rank: int | None) -> None:
+    if CURVATURES[curvature] == "hessian" and chosen != "dense":
+        raise OptionError(
+            "The Hessian is available for the dense structure only",
+            expected='structure="dense"',
+            got=f"structure={asked!r}, which is {chosen}",
+            do='use curvature="ggn", or structure="dense" on fewer weights',
+        )
+    if chosen in MATRIX_FREE and CURVATURES[curvature] != "ggn":
+        raise OptionError(
+            f"The {chosen} structure is made of exact products with the GGN",
+            expected='curvature="ggn" or "exact"',
+            got=repr(curvature),
+            do='leave curvature out, or use structure="kronecker", "diagonal" or "dense"',
+        )
+    if rank is not None and chosen != "lowrank":
+        raise OptionError(
+            "A rank has no meaning here",
+            expected='rank=None, or structure="lowrank"',
+            got=f"rank={rank} with structure={asked!r}, which is {chosen}",
+            do="leave rank out",
+        )
 
 
 def _check_options(
@@ -175,6 +310,7 @@ def _check_options(
     fisher_samples: int,
     batch_size: int | None,
     budget: int,
+    rank: int | None,
 ) -> None:
     check_temperature(temperature)
     for name, value, allowed in (
@@ -193,6 +329,7 @@ def _check_options(
         ("fisher_samples", fisher_samples),
         ("batch_size", 1 if batch_size is None else batch_size),
         ("memory_budget", budget),
+        ("rank", 1 if rank is None else rank),
     ):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise OptionError(

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lapis.batches import Inputs, as_inputs, batch_length, check_finite, describe, take, tensors_in
+from lapis.batches import Batch, Inputs, as_inputs, batch_length, check_finite, describe, take, tensors_in
 from lapis.curvature.block import BlockGaussian
 from lapis.curvature.contributions import Contribution
 from lapis.curvature.fit import WORK_BYTES, Curvature, check_outputs, examples_at_once, position_seeds
+from lapis.curvature.implicit import jacobian_of
+from lapis.curvature.jacobian import Jacobian
 from lapis.curvature.record import Record
-from lapis.errors import DataError, MemoryBudgetError, OptionError
+from lapis.errors import DataError, MemoryBudgetError
 from lapis.network import Network
-from lapis.posteriors.drawn import DrawnNetwork
 from lapis.posteriors.pooling import QuickPooling
 from lapis.predictions import LatentGaussian
 
 Kind = Literal["diagonal", "full", "joint"]
-
-DRAWS = 20
-"""Networks drawn for a sampled prediction when no number is asked for."""
 
 
 def check_inputs(inputs: Inputs, network: Network, signature: str) -> Inputs:
@@ -82,27 +80,81 @@ def linearised(
     return LatentGaussian(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance), shape
 
 
-def sampled(
-    drawn: DrawnNetwork,
-    curvature: Curvature,
+def by_solves(
+    network: Network,
+    canonical: Callable[[Tensor], Tensor],
+    width: int,
+    solve: Callable[[Tensor], Tensor],
     inputs: Inputs,
-    samples: int | None,
-    generator: torch.Generator | None,
+    kind: Kind,
+    memory_budget: int,
+) -> tuple[LatentGaussian, torch.Size]:
+    """As `linearised`, when all that is known of the covariance is its products `solve` with blocks (k, P)."""
+    length = batch_length(inputs)
+    nothing = torch.zeros(length, device=network.device)
+    single = [Batch(take(inputs, i, i + 1), nothing[i : i + 1], i) for i in range(length)]
+    jacobian = jacobian_of(network, canonical, single, memory_budget)
+    for f in jacobian.outputs:
+        check_outputs(f, width, "this batch")
+    mean = torch.cat(jacobian.outputs).to(network.dtype)
+    shape = torch.Size((length, *jacobian.shapes[0][1:]))
+    _, positions, outputs = mean.shape
+    if kind == "joint":
+        check_joint(mean, memory_budget, 8 * mean.numel() * network.size)
+        rows = torch.cat([_gradients(jacobian.at(i)) for i in range(length)])
+        joint = _symmetric(rows.double() @ solve(rows).mT).to(network.dtype)
+        return LatentGaussian(mean, joint.diagonal().reshape(mean.shape), None, joint), shape
+    found = []
+    at_once = max(1, memory_budget // (32 * network.size * positions * outputs))
+    for first in range(0, length, at_once):
+        rows = torch.stack([_gradients(jacobian.at(i)) for i in range(first, min(first + at_once, length))])
+        found.append(_symmetric(rows.double() @ solve(rows.flatten(0, 1)).reshape(rows.shape).mT))
+    whole = torch.cat(found).reshape(length, positions, outputs, positions, outputs)
+    covariance = whole.diagonal(dim1=1, dim2=3).movedim(-1, 1).to(network.dtype)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    return LatentGaussian(mean, variance, None if kind == "diagonal" else covariance), shape
+
+
+def _gradients(jacobian: Jacobian) -> Tensor:
+    """J of one example, (T C, P), in the network's dtype."""
+    f = jacobian.outputs[0]
+    seeds = torch.eye(f.numel(), dtype=jacobian.network.dtype, device=f.device)
+    return jacobian.backward([seeds.reshape(f.numel(), *f.shape)])
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    """Without the solver's error in its skew part."""
+    return 0.5 * (matrix + matrix.mT)
+
+
+def check_joint(mean: Tensor, memory_budget: int, more: int = 0) -> None:
+    """Refuse a covariance between all outputs (B, T, C) that does not fit, with `more` bytes beside it."""
+    total = mean.numel()
+    needed = 8 * total**2 + more
+    if needed > memory_budget:
+        raise MemoryBudgetError(
+            f"The covariance between all outputs of {len(mean):,} examples does not fit",
+            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            got=f"{needed:,} bytes for {total:,} outputs",
+            do="predict fewer examples at once, or without joint=True",
+        )
+
+
+def sampled(
+    network: Network,
+    canonical: Callable[[Tensor], Tensor],
+    width: int,
+    draws: Iterable[Mapping[str, Tensor]],
+    inputs: Inputs,
 ) -> tuple[Tensor, torch.Size]:
-    """Outputs (S, B, T, C) of drawn networks, one draw in memory at a time, and the raw output's shape."""
-    samples = DRAWS if samples is None else samples
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise OptionError("No networks to draw", expected="samples >= 1", got=repr(samples), do="ask for some draws")
-    network = drawn.network
-    generator = generator or torch.Generator(network.device).manual_seed(0)
+    """Outputs (S, B, T, C) of networks with the given parameters, one by one, and the raw output's shape."""
     outputs = []
     with network.prepared(), torch.no_grad():
-        for _ in range(samples):
-            parameters = drawn.draw(generator)
+        for parameters in draws:
             with QuickPooling():
                 raw = network.call(inputs, parameters)
-            outputs.append(curvature.tape.outputs(raw))
-            check_outputs(outputs[-1], curvature.outputs, "this batch")
+            outputs.append(canonical(raw))
+            check_outputs(outputs[-1], width, "this batch")
     return torch.stack(outputs), raw.shape
 
 
@@ -137,13 +189,7 @@ def _joint(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussi
     """(B T C, B T C)."""
     batch, positions, outputs = record.f.shape
     total = batch * positions * outputs
-    if 8 * total**2 > memory_budget:
-        raise MemoryBudgetError(
-            f"The covariance between all outputs of {batch:,} examples does not fit",
-            expected=f"at most {memory_budget:,} bytes (memory_budget)",
-            got=f"{8 * total**2:,} bytes for {total:,} outputs",
-            do="predict fewer examples at once, or without joint=True",
-        )
+    check_joint(record.f, memory_budget)
     seeds = torch.cat(list(position_seeds(_unit_factor(record.f.detach()), outputs)))
     contributions = record.contributions(seeds)
     parts = [

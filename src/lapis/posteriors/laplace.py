@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -16,22 +16,19 @@ from lapis.curvature.block import BlockGaussian
 from lapis.curvature.fit import Curvature, accumulate
 from lapis.curvature.spectrum import GroupedSpectrum
 from lapis.curvature.structure import Structure, grouped_spectrum
-from lapis.errors import DataError, MemoryBudgetError, ModelError, OptionError
+from lapis.errors import DataError, MemoryBudgetError
 from lapis.evidence import TangentMode, Training, Tuning
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.posteriors import functional, tuning
-from lapis.posteriors.drawn import DrawnNetwork, white_noise
-from lapis.predictions import LatentGaussian, LatentSamples, Prediction
-from lapis.predictions import predict as predict_outputs
-from lapis.priors import Groups, Prior, WeightPrior, as_prior
-
-FULL_COVARIANCE = 32
-"""Up to this many outputs, predictions hold the full covariance between outputs unless told otherwise."""
+from lapis.posteriors.base import GaussianPosterior, check_draws
+from lapis.posteriors.drawn_network import DrawnNetwork, white_noise
+from lapis.predictions import LatentGaussian
+from lapis.priors import Groups, Prior, WeightPrior
 
 
-@dataclass(frozen=True, eq=False)
-class LaplacePosterior:
+@dataclass(frozen=True, eq=False, repr=False)
+class LaplacePosterior(GaussianPosterior):
     """N(mean, (scale * curvature + prior)^-1) over the chosen weights; a value: methods return new posteriors.
 
     Made by `lapis.laplace`. `choices` says what was decided on the user's behalf, `tuning` how the last `tune` went,
@@ -57,20 +54,6 @@ class LaplacePosterior:
 
     # what it is ------------------------------------------------------------------------------------
 
-    @property
-    def n_weights(self) -> int:
-        return self.network.size
-
-    @property
-    def n_data(self) -> int:
-        return self.curvature.n_data
-
-    @cached_property
-    def scale(self) -> Tensor:
-        """What the stored curvature is multiplied by: changed noise, and temperature."""
-        scale = torch.as_tensor(self.likelihood.curvature_scale(self.fitted_likelihood), device=self.network.device)
-        return scale.double() / self.temperature
-
     @cached_property
     def gaussians(self) -> list[BlockGaussian]:
         """The posterior of each block of weights."""
@@ -82,21 +65,8 @@ class LaplacePosterior:
 
     def summary(self) -> str:
         """A few lines: size, structure, prior, evidence, and choices made."""
-        precision = self.weight_prior.precision.detach()
-        spread = f"{float(precision.min()):.4g}" + (f" .. {float(precision.max()):.4g}" if len(precision) > 1 else "")
-        lines = [
-            f"{self.structure} Laplace posterior over {self.n_weights:,} weights from {self.n_data:,} examples",
-            f"likelihood            {self.likelihood!r}",
-            f"prior precision       {spread} ({len(precision)} group{'s' if len(precision) > 1 else ''})",
-            f"log evidence          {float(self.log_evidence().detach()):.4f}",
-            f"effective parameters  {float(self.effective_parameters().detach()):.2f}",
-            *(f"note                  {choice}" for choice in self.choices),
-        ]
-        return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        size = f"{self.n_weights:,} weights, {self.n_data:,} examples"
-        return f"<{self.structure} LaplacePosterior, {size}, {self.likelihood.name}>"
+        evidence = f"{float(self.log_evidence().detach()):.4f}"
+        return self._summary(evidence, f"{float(self.effective_parameters().detach()):.2f}", self.choices)
 
     # over weights ----------------------------------------------------------------------------------
 
@@ -122,9 +92,7 @@ class LaplacePosterior:
 
         Without a generator the draws are those of seed 0.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise OptionError("Nothing to sample", expected="a number n >= 1", got=repr(n), do="ask for some draws")
-        generator = generator or torch.Generator(self.network.device).manual_seed(0)
+        generator = check_draws(n, generator, self.network.device)
         # drawn one by one, so that n draws at once and n draws in turn are the same
         noise = torch.stack([white_noise(self.network, generator) for _ in range(n)])
         parts = torch.split(noise, [block.size for block in self.curvature.blocks], -1)
@@ -174,28 +142,6 @@ class LaplacePosterior:
         if total is not None and bool(torch.isfinite(total)):
             return total.to(self.network.device)
         return torch.stack([gaussian.logdet() for gaussian in self.gaussians]).sum()
-
-    def log_likelihood(self) -> Tensor:
-        """log p(D | t), with all constants."""
-        return self.likelihood.log_likelihood(self.curvature.statistics)
-
-    def evidence_point(self) -> tuple[Tensor, Tensor]:
-        """Weights (P,) that the evidence is taken at, theta* or t, and the likelihood's statistics there."""
-        if self.tangent is not None:
-            return self.tangent.weights, self.tangent.statistics
-        return self.mean, self.curvature.statistics
-
-    def log_evidence(self) -> Tensor:
-        """log p(D) ~ log p(D | t) - 1/2 |t - m|^2_Lambda + 1/2 log |Lambda| - 1/2 log |A|, 0-d float64.
-
-        After `at_tangent_mode` the first two terms are those of the tangent model at theta*. Exact for linear Gaussian
-        models at their mode. Differentiable in the prior precision and the noise, when these require grad.
-        """
-        prior = self.weight_prior
-        weights, statistics = self.evidence_point()
-        distance = (prior.precision * prior.squared_distance(weights)).sum()
-        fit = self.likelihood.log_likelihood(statistics) / self.temperature
-        return fit + 0.5 * (prior.logdet() - distance - self._logdet())
 
     def effective_parameters(self, *, per_group: bool = False) -> Tensor:
         """gamma = tr(A^-1 (A - Lambda)): how many weights the data determine; in all, or for each prior group."""
@@ -247,38 +193,17 @@ class LaplacePosterior:
         problem = tuning.tangent_problem(self, data, batch_size, tolerance, max_products)
         return tuning.checked(tuning.at_mode(self, problem))
 
-    @property
-    def mode(self) -> Tensor | None:
-        """theta*, (P,) float64, after `at_tangent_mode`."""
-        return None if self.tangent is None else self.tangent.weights
-
-    def solve(self, vector: Tensor) -> Tensor:
-        """Covariance times a weight vector (P,), float64."""
-        parts = self._to_blocks(vector.double()[None])
-        return self._to_flat([gaussian.solve(part) for gaussian, part in zip(self.gaussians, parts, strict=True)])[0]
+    def solve(self, vectors: Tensor) -> Tensor:
+        """Covariance times weight vectors (P,) or (k, P), float64."""
+        parts = self._to_blocks(vectors.double().reshape(-1, self.n_weights))
+        found = self._to_flat([gaussian.solve(part) for gaussian, part in zip(self.gaussians, parts, strict=True)])
+        return found.reshape(vectors.shape)
 
     # changes ---------------------------------------------------------------------------------------
 
-    def with_prior(self, prior: Prior | float | Tensor) -> LaplacePosterior:
-        """The posterior under another prior; no pass over data. The evidence is taken at t again."""
-        chosen = as_prior(prior)
-        resolved = chosen.resolve(self.network)
+    def _check_prior(self, prior: WeightPrior) -> None:
         for block in self.curvature.blocks:
-            block.check(resolved)
-        if resolved.differs_in_precision_only(self.weight_prior):
-            resolved = self.weight_prior.with_precision(resolved.precision)
-        return replace(self, prior=chosen, weight_prior=resolved, tuning=None, tangent=None)
-
-    def with_noise(self, noise: float | Tensor) -> LaplacePosterior:
-        """The posterior under another Gaussian noise (standard deviation); no pass over data."""
-        changed = replace(self, likelihood=self.likelihood.with_noise(noise), tuning=None, tangent=None)
-        changed.scale  # noqa: B018  (noise of other proportions is refused here, not at the first use)
-        return changed
-
-    def with_temperature(self, temperature: float) -> LaplacePosterior:
-        """The posterior at another temperature; no pass over data."""
-        check_temperature(temperature)
-        return replace(self, temperature=temperature, tuning=None, tangent=None)
+            block.check(prior)
 
     def update(
         self,
@@ -302,98 +227,13 @@ class LaplacePosterior:
             memory_budget=self.memory_budget,
             progress=progress,
         )
-        return replace(self, curvature=sums, tuning=None, tangent=None)
+        return self._changed(curvature=sums)
 
     # predictions -----------------------------------------------------------------------------------
 
-    def functional_variance(self, x: Inputs, diagonal: bool = False) -> Tensor:
-        """J Sigma J^T of the outputs at each example: (B, C, C), or its diagonal (B, C) laid out as the outputs are.
+    def _draws(self, n: int, generator: torch.Generator, inputs: Inputs) -> Iterable[Mapping[str, Tensor]]:
+        drawn = DrawnNetwork(self.network, self.curvature.blocks, self.gaussians, self.mean, inputs)
+        return (drawn.draw(generator) for _ in range(n))
 
-        Outputs with positions give one matrix a position, (B, *positions, C, C).
-        """
-        latent, shape = self._linearised(x, "diagonal" if diagonal else "full")
-        if latent.covariance is not None:
-            return self.likelihood.spread(latent.covariance, shape)
-        return self.likelihood.layout(latent.variance, shape if len(shape) > 1 else (*shape, 1))
-
-    def functional_covariance(self, x: Inputs) -> Tensor:
-        """Covariance of all outputs of all examples with each other: (B, C, B, C), positions behind each B."""
-        latent, shape = self._linearised(x, "joint")
-        assert latent.joint is not None
-        one = (latent.mean.shape[0], *self.likelihood.positions(shape), latent.mean.shape[-1])
-        return latent.joint.reshape(*one, *one)
-
-    def predict(
-        self,
-        x: Inputs,
-        method: Literal["linearised", "sampled"] = "linearised",
-        link: Literal["probit", "mc", "bridge"] | None = None,
-        samples: int | None = None,
-        generator: torch.Generator | None = None,
-        covariance: Literal["full", "diagonal"] | None = None,
-        joint: bool = False,
-    ) -> Prediction:
-        """The predictive distribution at `x`.
-
-        Args:
-            method: "linearised" (the network's tangent at t, exact Gaussian outputs) or "sampled" (drawn networks).
-            link: for classification, how Gaussian logits become probabilities: "probit" (default), "mc", "bridge".
-            samples: drawn networks (default 20), or Monte Carlo draws of the link (default 256).
-            generator: source of randomness; seeded with 0 when not given.
-            covariance: between an example's outputs, or variances alone; full by default up to 32 outputs.
-            joint: covariance between examples too; `log_prob` is then that of the whole batch.
-        """
-        if method == "sampled":
-            if covariance is not None or joint:
-                raise OptionError(
-                    "Sampled predictions hold draws, not covariances",
-                    expected="covariance and joint left out",
-                    got=f"covariance={covariance!r}, joint={joint}",
-                    do='use method="linearised"',
-                )
-            self._check_model()
-            inputs = functional.check_inputs(x, self.network, self.curvature.signature)
-            drawn = DrawnNetwork(self.network, self.curvature.blocks, self.gaussians, self.mean, inputs)
-            values, shape = functional.sampled(drawn, self.curvature, inputs, samples, generator)
-            return predict_outputs(self.likelihood, LatentSamples(values), raw_shape=shape, link=link)
-        if method != "linearised":
-            raise OptionError("Unknown method", expected='"linearised" or "sampled"', got=repr(method), do="choose one")
-        if covariance not in (None, "full", "diagonal"):
-            raise OptionError(
-                "Unknown covariance", expected='"full" or "diagonal"', got=repr(covariance), do="choose one"
-            )
-        full = covariance == "full" or (covariance is None and self.curvature.outputs <= FULL_COVARIANCE)
-        latent, shape = self._linearised(x, "joint" if joint else "full" if full else "diagonal")
-        return predict_outputs(
-            self.likelihood, latent, raw_shape=shape, link=link, samples=samples, generator=generator
-        )
-
-    def _linearised(self, x: Inputs, kind: functional.Kind) -> tuple[LatentGaussian, torch.Size]:
-        self._check_model()
-        inputs = functional.check_inputs(x, self.network, self.curvature.signature)
+    def _outputs(self, inputs: Inputs, kind: functional.Kind) -> tuple[LatentGaussian, torch.Size]:
         return functional.linearised(self.network, self.curvature, self.gaussians, inputs, kind, self.memory_budget)
-
-    def _check_model(self) -> None:
-        """Refuse to go on with a network that is not the one fitted."""
-        if not torch.equal(self.network.flat(), self.mean) or not self.network.holds(self.fingerprint):
-            raise ModelError(
-                "The network has changed since the fit",
-                expected="every weight, frozen ones too, and every buffer as it was",
-                got="other values",
-                do="fit again, or load the old state back",
-            )
-
-    # files -----------------------------------------------------------------------------------------
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the posterior to one file of numbers and JSON, for `lapis.load(path, model)`. Never half a file."""
-        from lapis.posteriors.storage import save
-
-        save(self, path)
-
-
-def check_temperature(temperature: float) -> None:
-    if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
-        raise OptionError(
-            "Bad temperature", expected="a positive number", got=repr(temperature), do="use 1 for Bayes' rule"
-        )

@@ -2,142 +2,176 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lapis.batches import batches
 from lapis.curvature.fit import Curvature
+from lapis.curvature.implicit import ImplicitCurvature
 from lapis.curvature.sites import Site
-from lapis.curvature.structure import build_blocks, to_device
+from lapis.curvature.structure import build_blocks
 from lapis.curvature.tape import Tape
 from lapis.errors import FileError
 from lapis.evidence import TangentMode, Training, Tuning
 from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network, split_vector
+from lapis.posteriors.base import GaussianPosterior, Posterior
+from lapis.posteriors.drawn import Drawing, DrawnPosterior
+from lapis.posteriors.files import read, write
+from lapis.posteriors.implicit import ImplicitPosterior, Solver
 from lapis.posteriors.laplace import LaplacePosterior
 from lapis.priors import WeightPrior
-
-FORMAT = 1
-"""Version of the layout below; readers refuse newer ones."""
 
 TANGENT = ("converged", "remaining", "iterations", "products", "reason")
 """What is told about theta* beside its tensors."""
 
 
-def save(posterior: LaplacePosterior, path: str | os.PathLike[str]) -> None:
-    """Write beside the target, then rename: a file that exists is whole."""
-    curvature, prior = posterior.curvature, posterior.weight_prior
-    tensors = {f"block.{i}.{name}": t for i, block in enumerate(curvature.blocks) for name, t in block.state().items()}
-    tensors |= {
-        "statistics": curvature.statistics,
-        "mean": posterior.mean,
-        "prior.precision": prior.precision.detach(),
-        "prior.mean": prior.mean,
-    }
-    if posterior.tangent is not None:
-        tensors |= {"tangent.weights": posterior.tangent.weights, "tangent.statistics": posterior.tangent.statistics}
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    config = {
+def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
+    """Write the posterior to a file, whatever its kind."""
+    prior = posterior.weight_prior
+    tensors = {"mean": posterior.mean, "prior.precision": prior.precision, "prior.mean": prior.mean}
+    if prior.scales is not None:
+        tensors["prior.scales"] = prior.scales
+    config: dict[str, Any] = {
         "structure": posterior.structure,
-        "sharing": next((b.sharing for b in curvature.blocks if hasattr(b, "sharing")), "expand"),
         "likelihood": posterior.likelihood.to_config(),
         "fitted_likelihood": posterior.fitted_likelihood.to_config(),
         "labels": [str(label) for label in prior.labels],
         "group_of": prior.group_of,
-        "curvature": curvature.kind,
-        "fisher_samples": curvature.fisher_samples,
-        "n_data": curvature.n_data,
-        "digest": curvature.digest,
-        "outputs": curvature.outputs,
-        "signature": curvature.signature,
-        "example_bytes": curvature.tape.example_bytes,
-        "sites": [site.to_config() for site in curvature.tape.sites],
-        "general": sorted(curvature.tape.general),
+        "n_data": posterior.n_data,
+        "outputs": posterior.n_outputs,
+        "signature": posterior.signature,
         "shapes": posterior.network.shapes,
         "fingerprint": posterior.fingerprint,
         "temperature": posterior.temperature,
         "memory_budget": posterior.memory_budget,
-        "choices": posterior.choices,
-        "tuning": posterior.tuning and asdict(posterior.tuning),
-        "training": posterior.training and asdict(posterior.training),
-        "tangent": posterior.tangent and {name: getattr(posterior.tangent, name) for name in TANGENT},
     }
-    text = json.dumps(config)
-    target = Path(path)
-    partial = target.with_name(target.name + f".{os.getpid()}.partial")
-    try:
-        version = str(FORMAT)
-        header = {"format": version, "lapis": text, "digest": _digest(version, text, tensors)}
-        save_file(tensors, partial, metadata=header)
-        os.replace(partial, target)
-    except (OSError, SafetensorError) as error:
-        raise FileError(
-            f"Cannot write {target}",
-            expected="a path in a folder that exists and can be written",
-            got=str(error),
-            do="choose another path",
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+    if isinstance(posterior, DrawnPosterior):
+        tensors["deviations"] = posterior.deviations
+        config["drawing"] = asdict(posterior.drawing)
+    if isinstance(posterior, GaussianPosterior):
+        curvature, tangent = posterior.curvature, posterior.tangent
+        tensors["statistics"] = curvature.statistics
+        config |= {
+            "digest": curvature.digest,
+            "tuning": posterior.tuning and asdict(posterior.tuning),
+            "tangent": tangent and {name: getattr(tangent, name) for name in TANGENT},
+        }
+        if tangent is not None:
+            tensors |= {"tangent.weights": tangent.weights, "tangent.statistics": tangent.statistics}
+    if isinstance(posterior, ImplicitPosterior):
+        solver = posterior.solver
+        config["solver"] = {"space": solver.space, "tolerance": solver.tolerance, "iterations": solver.max_iterations}
+    if isinstance(posterior, LaplacePosterior):
+        sums = posterior.curvature
+        tensors |= {f"block.{i}.{name}": t for i, block in enumerate(sums.blocks) for name, t in block.state().items()}
+        config |= {
+            "sharing": next((b.sharing for b in sums.blocks if hasattr(b, "sharing")), "expand"),
+            "curvature": sums.kind,
+            "fisher_samples": sums.fisher_samples,
+            "example_bytes": sums.tape.example_bytes,
+            "sites": [site.to_config() for site in sums.tape.sites],
+            "general": sorted(sums.tape.general),
+            "choices": posterior.choices,
+            "training": posterior.training and asdict(posterior.training),
+        }
+    write(path, config, tensors)
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, likelihood: Likelihood | None = None) -> LaplacePosterior:
+def load(
+    path: str | os.PathLike[str], model: nn.Module, likelihood: Likelihood | None = None, *, data: Any = None
+) -> Posterior:
     """The posterior saved at `path`, for the same network with the same weights.
 
-    `likelihood` is needed for `Custom` ones only, whose function no file can hold.
+    `likelihood` is needed for `Custom` ones only, whose function no file can hold; `data` for implicit posteriors only,
+    which are their data: the same examples as at the fit, in any order and batches.
     """
-    config, tensors = _read(Path(path))
+    config, tensors = read(Path(path))
     network = _network(model, config, tensors["mean"])
     network.signature = config["signature"]
+    tensors = {name: tensor.to(network.device) for name, tensor in tensors.items()}
     current = _likelihood(config["likelihood"], likelihood)
-    tape = Tape(network, current.canonical)
+    implicit = config["structure"] == "implicit"
+    if (data is None) == implicit:
+        raise FileError(
+            "An implicit posterior needs its data" if implicit else "The posterior is in its file",
+            expected="lapis.load(path, model, data=...)" if implicit else "no data",
+            got="no data" if implicit else "data",
+            do="pass the data of the fit" if implicit else "leave data out",
+        )
+    prior = WeightPrior(
+        network, tuple(config["labels"]), config["group_of"], tensors["prior.precision"], tensors["prior.mean"],
+        tensors.get("prior.scales"),
+    )  # fmt: skip
+    common: dict[str, Any] = {
+        "network": network,
+        "likelihood": current,
+        "fitted_likelihood": current if current.name == "custom" else from_config(config["fitted_likelihood"]),
+        "prior": prior.to_prior(),
+        "weight_prior": prior,
+        "mean": tensors["mean"],
+        "structure": config["structure"],
+        **{name: config[name] for name in ("fingerprint", "temperature", "memory_budget")},
+    }
+    if config["structure"] == "drawn":
+        return DrawnPosterior(
+            deviations=tensors["deviations"],
+            drawing=Drawing(**config["drawing"]),
+            examples=config["n_data"],
+            width=config["outputs"],
+            seen=config["signature"],
+            **common,
+        )
+    common["tuning"] = Tuning(**config["tuning"]) if config["tuning"] else None
+    common["tangent"] = config["tangent"] and TangentMode(
+        weights=tensors["tangent.weights"], statistics=tensors["tangent.statistics"], **config["tangent"]
+    )
+    if implicit:
+        solver = Solver(config["solver"]["space"], config["solver"]["tolerance"], config["solver"]["iterations"])
+        return ImplicitPosterior(curvature=_data(config, common, data), solver=solver, **common)
+    return LaplacePosterior(
+        curvature=_sums(config, tensors, network, current),
+        choices=tuple(config["choices"]),
+        training=Training(**config["training"]) if config["training"] else None,
+        **common,
+    )
+
+
+def _sums(config: dict[str, Any], tensors: dict[str, Tensor], network: Network, likelihood: Likelihood) -> Curvature:
+    """Curvature blocks, and the tape that they belong to."""
+    tape = Tape(network, likelihood.canonical)
     tape.sites = [Site.from_config(entry) for entry in config["sites"]]
     tape.general = frozenset(config["general"])
     tape.example_bytes = tuple(config["example_bytes"])
     blocks = build_blocks(config["structure"], tape.sites, config["sharing"], config["memory_budget"])
     for i, block in enumerate(blocks):
         block.load({name: tensors[f"block.{i}.{name}"] for name in block.state()})
-    to_device(blocks, network.device)
-    curvature = Curvature(
-        config["curvature"], tape, blocks, tensors["statistics"].to(network.device), config["n_data"],
-        config["fisher_samples"], config["signature"], config["outputs"], config["digest"],
+    return Curvature(
+        config["curvature"], tape, blocks, tensors["statistics"], config["n_data"], config["fisher_samples"],
+        config["signature"], config["outputs"], config["digest"],
     )  # fmt: skip
-    prior = WeightPrior(
-        network, tuple(config["labels"]), config["group_of"], tensors["prior.precision"].to(network.device),
-        tensors["prior.mean"].to(network.device),
-    )  # fmt: skip
-    return LaplacePosterior(
-        network=network,
-        likelihood=current,
-        fitted_likelihood=current if current.name == "custom" else from_config(config["fitted_likelihood"]),
-        prior=prior.to_prior(),
-        weight_prior=prior,
-        curvature=curvature,
-        structure=config["structure"],
-        mean=tensors["mean"].to(network.device),
-        fingerprint=config["fingerprint"],
-        temperature=config["temperature"],
-        memory_budget=config["memory_budget"],
-        choices=tuple(config["choices"]),
-        tuning=Tuning(**config["tuning"]) if config["tuning"] else None,
-        training=Training(**config["training"]) if config["training"] else None,
-        tangent=config["tangent"]
-        and TangentMode(
-            weights=tensors["tangent.weights"].to(network.device),
-            statistics=tensors["tangent.statistics"].to(network.device),
-            **config["tangent"],
-        ),
+
+
+def _data(config: dict[str, Any], common: dict[str, Any], data: Any) -> ImplicitCurvature:
+    """The GGN of the data given, once it is certain that they are those of the fit."""
+    network = common["network"]
+    stream, _ = batches(data, dtype=network.dtype, device=network.device)
+    found = ImplicitCurvature(
+        network, common["fitted_likelihood"], list(stream), config["signature"], config["memory_budget"]
     )
+    if found.digest != config["digest"]:
+        raise FileError(
+            "These are not the data that the posterior was fitted to",
+            expected=f"{config['n_data']} examples with fingerprint {config['digest']:016x}",
+            got=f"{found.n_data} with {found.digest:016x}",
+            do="pass the training data of the fit (without random augmentation)",
+        )
+    return found
 
 
 def _network(model: nn.Module, config: dict[str, Any], mean: Tensor) -> Network:
@@ -171,55 +205,6 @@ def _network(model: nn.Module, config: dict[str, Any], mean: Tensor) -> Network:
             do="load the trained state (model.load_state_dict) first",
         )
     return network
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and tensors, after checking that the file is whole, unchanged and of a known format."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise FileError(
-            f"There is no file {path}",
-            expected="a file written by posterior.save",
-            got="nothing at that path",
-            do="check the path",
-        ) from error
-    except (SafetensorError, OSError) as error:
-        raise FileError(
-            f"{path} is not a whole Lapis posterior",
-            expected="a complete file written by posterior.save",
-            got=str(error),
-            do="save it again, or copy it again",
-        ) from error
-    text = header.get("lapis", "")
-    version = header.get("format", "")
-    if version.isdecimal() and int(version) > FORMAT:
-        raise FileError(
-            f"{path} was written by a newer Lapis",
-            expected=f"format {FORMAT} or older",
-            got=f"format {version}",
-            do="upgrade Lapis",
-        )
-    if header.get("digest") != _digest(version, text, tensors):
-        raise FileError(
-            f"{path} is not an unchanged Lapis posterior",
-            expected="contents that match the digest in the file",
-            got="contents that do not" if text else "a file of another kind",
-            do="use the original file",
-        )
-    config: dict[str, Any] = json.loads(text)
-    return config, tensors
-
-
-def _digest(version: str, text: str, tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256(f"{version} {text}".encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _likelihood(config: dict[str, Any], given: Likelihood | None) -> Likelihood:

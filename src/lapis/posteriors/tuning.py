@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,13 +14,20 @@ from torch import Tensor
 from lapis.batches import batches, digest
 from lapis.curvature.block import common_group
 from lapis.curvature.dense import DenseBlock
+from lapis.curvature.jacobian import Jacobian
 from lapis.errors import DataError, LapisWarning, OptionError
-from lapis.evidence import Evaluate, Products, SpectralEvidence, TangentProblem, evaluate
+from lapis.evidence import Evaluate, SpectralEvidence, TangentProblem, evaluate
 from lapis.evidence import tune as maximise
 from lapis.priors import Groups, Prior
 
 if TYPE_CHECKING:
+    from lapis.posteriors.base import GaussianPosterior
     from lapis.posteriors.laplace import LaplacePosterior
+
+ROWS_BYTES = 2**29
+"""Most memory that the Jacobian's rows take in the search for theta*, which multiplies with them many times."""
+
+Fitted = TypeVar("Fitted", bound="GaussianPosterior")
 
 
 def tune(
@@ -53,7 +60,7 @@ def tune(
     return checked(replace(candidate(best), tuning=tuning))
 
 
-def checked(posterior: LaplacePosterior) -> LaplacePosterior:
+def checked(posterior: Fitted) -> Fitted:
     """The posterior itself, after a warning when theta* was not found to the tolerance asked for."""
     mode = posterior.tangent
     if mode is not None and not mode.converged:
@@ -164,20 +171,28 @@ def tangent_problem(
             got=f"{sum(map(len, held))} with {found:016x}",
             do="pass the training data of the fit (without random augmentation)",
         )
-    products = Products(network, posterior.curvature.tape, held, posterior.memory_budget)
-    return TangentProblem(products, posterior.likelihood, held, posterior.mean, tolerance, max_products)
+    jacobian = Jacobian(
+        network,
+        posterior.curvature.tape.outputs,
+        held,
+        memory_budget=posterior.memory_budget,
+        kept_bytes=ROWS_BYTES,
+    )
+    return TangentProblem(jacobian, posterior.likelihood, held, posterior.mean, tolerance, max_products)
 
 
-def regrouped(posterior: LaplacePosterior, groups: Groups) -> LaplacePosterior:
+def regrouped(posterior: Fitted, groups: Groups) -> Fitted:
     """The same prior mean with other groups; each starts at P_g / |t_g - m_g|^2, where its weights are of usual length.
 
     That start moves with the weights' scale, so that what tuning finds for scale-free weights does not depend on it.
     Groups at the prior's mean start at one.
     """
-    fresh = Prior(1.0, groups, posterior.prior.mean).resolve(posterior.network)
-    for block in posterior.curvature.blocks:
-        block.check(fresh)
+    fresh = Prior(1.0, groups, posterior.prior.mean, posterior.prior.scales).resolve(posterior.network)
+    posterior._check_prior(fresh)
     ratio = fresh.sizes() / fresh.squared_distance(posterior.mean)
     precision = torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio))
-    prior = Prior(precision, groups, posterior.prior.mean)
-    return replace(posterior, prior=prior, weight_prior=fresh.with_precision(precision), tuning=None)
+    prior = Prior(precision, groups, posterior.prior.mean, posterior.prior.scales)
+    changed: Fitted = replace(  # type: ignore[type-var]
+        posterior, prior=prior, weight_prior=fresh.with_precision(precision), tuning=None
+    )
+    return changed

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapis
-from lapis.posteriors.drawn import Matrix
+from lapis.posteriors.drawn_network import Matrix
 from lapis.posteriors.pooling import QuickPooling
 
 F64 = torch.float64

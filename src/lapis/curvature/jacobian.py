@@ -1,0 +1,311 @@
+"""The Jacobian J of a network's outputs in its weights over a data set, known by its products.
+
+    forward:  J_n v          backward:  sum_n J_n^T u_n          ggn:  sum_n J_n^T S_n S_n^T J_n v
+
+Vectors are rows of a block (k, P), as in `lapis.solvers`; outputs of a batch are (k, B, T, C).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Batch, take
+from lapis.curvature.ways import BATCHED, FOR_ONE, FOR_SEVERAL, UNABLE, Pass, differentiable, proven, rows
+from lapis.errors import DataError, OptionError
+from lapis.network import Network
+
+KEPT_BYTES = 16 * 2**20
+"""Rows of J that take no more than this are kept: reading them is then faster than running the network."""
+
+PROBED_EXAMPLES = 32
+"""Examples that the ways are timed on."""
+
+SLOW_PROBE = 0.2
+"""A way that took more seconds than this is timed once only."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Known:
+    """What was found out about a network's products; shared by the parts of a Jacobian."""
+
+    way: dict[bool, str] = field(default_factory=dict)
+    """The fastest way for one vector (False) and several (True)."""
+    unable: set[str] = field(default_factory=set)
+    proven: set[tuple[str, int, int]] = field(default_factory=set)
+    """Ways, numbers of vectors and of examples for which torch's batching rules were checked."""
+    example_bytes: tuple[int, int] | None = None
+    """What an example's graph holds: in all, and its largest tensor."""
+
+
+class Jacobian:
+    """J at the network's weights, for every batch. Products run in the network's dtype; sums over batches and results
+    have the dtype of the vectors that went in, and follow the order of the batches.
+
+    A product holds, beside its vectors and results: the graph of the examples worked on at once, twice that where dual
+    numbers or double backward run through it, and for vectors worked on together one layer's tangents and 3 P numbers
+    each. Examples and vectors at once follow from `memory_budget`. J itself, if it fits in `kept_bytes`, is kept.
+
+    The way of multiplying (`lapis.curvature.ways`) is chosen when the first product is asked for, by timing those that
+    the network's operators allow on a few examples; every way is checked against plain backward passes before use.
+
+    Args:
+        network: the network and its chosen weights, P of them.
+        canonical: brings raw outputs to (B, T, C), as `likelihood.canonical` does.
+        batches: the data.
+        memory_budget: bytes that one product may work in.
+        kept_bytes: J is kept as rows when that takes no more.
+        way: one of the ways by name instead of the fastest.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        canonical: Callable[[Tensor], Tensor],
+        batches: Sequence[Batch],
+        *,
+        memory_budget: int = 4 * 2**30,
+        kept_bytes: int = KEPT_BYTES,
+        way: str | None = None,
+    ) -> None:
+        if way is not None and way not in FOR_SEVERAL:
+            raise OptionError(
+                "Unknown way to multiply", expected=", ".join(FOR_SEVERAL), got=repr(way), do="choose one"
+            )
+        self.network, self.canonical, self.batches, self.memory_budget = network, canonical, batches, memory_budget
+        self.size, self.forced = network.size, way
+        self.outputs: list[Tensor] = []
+        """f of each batch, (B, T, C) float64."""
+        self.shapes: list[torch.Size] = []
+        """Shapes of the raw outputs."""
+        self._known = _Known()
+        with network.prepared(), torch.no_grad():
+            for batch in batches:
+                raw = network.call(batch.inputs)
+                self.outputs.append(canonical(raw).detach().double())
+                self.shapes.append(raw.shape)
+        needed = self.n_outputs * self.size * network.dtype.itemsize
+        self.keeps = way is None and 2 * needed <= min(2 * kept_bytes, memory_budget)
+        """Whether rows are kept."""
+        self._rows: list[Tensor | None] = [None] * len(batches)
+
+    @property
+    def n_outputs(self) -> int:
+        """The number of rows of J: outputs over all examples and positions."""
+        return sum(f.numel() for f in self.outputs)
+
+    def at(self, chosen: int | Sequence[int]) -> Jacobian:
+        """The same products over some of the batches, by their places in `batches`."""
+        places = [chosen] if isinstance(chosen, int) else list(chosen)
+        part = object.__new__(Jacobian)
+        part.__dict__.update(self.__dict__)
+        part.batches = [self.batches[place] for place in places]
+        part.outputs = [self.outputs[place] for place in places]
+        part.shapes = [self.shapes[place] for place in places]
+        part._rows = [self._rows[place] for place in places]
+        return part
+
+    # products --------------------------------------------------------------------------------------
+
+    def forward(self, vectors: Tensor) -> list[Tensor]:
+        """J v of each vector: for every batch (k, B, T, C)."""
+        v = self._checked(vectors).to(self.network.dtype)
+        if self.keeps:
+            return [torch.einsum("btcp,kp->kbtc", j, v).to(vectors.dtype) for j in self.rows()]
+        found = []
+        with self._ready(v) as at_once:
+            for batch in self.batches:
+                parts = [
+                    torch.cat([self._multiply(part, v[i : i + at_once], Pass.push) for i in range(0, len(v), at_once)])
+                    for part in batch.split(self._examples(at_once))
+                ]
+                found.append(torch.cat(parts, 1).to(vectors.dtype))
+        return found
+
+    def backward(self, seeds: Sequence[Tensor]) -> Tensor:
+        """J^T u, (k, P), for u given as (k, B, T, C) batch by batch."""
+        count, dtype = len(seeds[0]), seeds[0].dtype
+        total = torch.zeros(count, self.size, dtype=dtype, device=self.network.device)
+        if self.keeps:
+            for j, seed in zip(self.rows(), seeds, strict=True):
+                total += seed.to(j.dtype).reshape(count, -1) @ j.reshape(-1, self.size)
+            return total
+        with self._ready(total) as at_once:
+            for batch, seed in zip(self.batches, seeds, strict=True):
+                s = seed.to(self.network.dtype)
+                for part, span in self._parts(batch, at_once):
+                    for i in range(0, count, at_once):
+                        into = total[i : i + at_once]
+
+                        def pull(examples: Pass, block: Tensor, way: str, into: Tensor = into) -> Tensor:
+                            return examples.pull_into(into, block, way)
+
+                        self._multiply(part, s[i : i + at_once, span], pull)
+        return total
+
+    def ggn(self, vectors: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        """sum_n J_n^T S_n S_n^T J_n v, (k, P), in one pass over the data. `factors`: S (B, T, C, R) of each batch."""
+        v = self._checked(vectors).to(self.network.dtype)
+        total = torch.zeros_like(vectors)
+        if self.keeps:
+            for j, factor in zip(self.rows(), factors, strict=True):
+                seeds = _curved(torch.einsum("btcp,kp->kbtc", j, v), factor.to(j.dtype))
+                total += seeds.reshape(len(v), -1) @ j.reshape(-1, self.size)
+            return total
+        with self._ready(v) as at_once:
+            for batch, factor in zip(self.batches, factors, strict=True):
+                for part, span in self._parts(batch, at_once):
+                    s = factor[span].to(v.dtype)
+
+                    for i in range(0, len(v), at_once):
+                        into = total[i : i + at_once]
+
+                        def product(
+                            examples: Pass, block: Tensor, way: str, s: Tensor = s, into: Tensor = into
+                        ) -> Tensor:
+                            seeds = _curved(examples.push(block, way, tracked=True), s)
+                            return examples.pull_into(into, seeds, way)
+
+                        self._multiply(part, v[i : i + at_once], product)
+        return total
+
+    def rows(self) -> list[Tensor]:
+        """J of each batch, (B, T, C, P), computed once; only for a Jacobian that `keeps` them."""
+        assert self.keeps
+        missing = [place for place, found in enumerate(self._rows) if found is None]
+        if missing:
+            with self.network.prepared(), differentiable():
+                for place in missing:
+                    self._rows[place] = rows(self.network, self.canonical, self.batches[place].inputs)
+        return [found for found in self._rows if found is not None]
+
+    # how -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _ready(self, vectors: Tensor) -> Iterator[int]:
+        """The network ready for products, the way for such a block known; yields how many vectors go at once."""
+        with self.network.prepared(), differentiable():
+            if self._known.example_bytes is None:
+                self._known.example_bytes = self._measure_bytes()
+            self._choose(len(vectors) > 1)
+            at_once = len(vectors)
+            if self.way(at_once) in BATCHED:
+                at_once = min(at_once, max(1, self.memory_budget // (6 * self.size * self.network.dtype.itemsize)))
+            self._choose(at_once > 1)
+            yield at_once
+
+    def way(self, count: int) -> str:
+        """How a block of so many vectors is multiplied; to be asked after a product with one."""
+        return self.forced or self._known.way[count > 1]
+
+    def _parts(self, batch: Batch, at_once: int) -> Iterator[tuple[Batch, slice]]:
+        start = 0
+        for part in batch.split(self._examples(at_once)):
+            yield part, slice(start, start + len(part))
+            start += len(part)
+
+    def _examples(self, at_once: int) -> int:
+        """How many examples fit in half of the memory."""
+        assert self._known.example_bytes is not None
+        graph, largest = self._known.example_bytes
+        each = 3 * graph + (4 * at_once * largest if self.way(at_once) in BATCHED else 0)
+        return max(1, self.memory_budget // (2 * max(1, each)))
+
+    def _measure_bytes(self) -> tuple[int, int]:
+        """What one example's graph holds beside the weights: in all, and its largest tensor."""
+        own = {p.untyped_storage().data_ptr() for p in self.network.module.parameters()}
+        found: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in own:
+                found[tensor.data_ptr()] = tensor.nbytes  # not the storage's: an example is a view of its batch
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            f = self.canonical(self.network.call(take(self.batches[0].inputs, 0, 1)))
+        largest = max(found.values(), default=f.nbytes)
+        return sum(found.values()) + f.nbytes, largest
+
+    def _multiply(self, batch: Batch, block: Tensor, product: Callable[[Pass, Tensor, str], Tensor]) -> Tensor:
+        """One product for some examples, by the chosen way or the next that these examples allow."""
+        order = FOR_SEVERAL if len(block) > 1 else FOR_ONE
+        self._choose(len(block) > 1)  # the last of a long block may stand alone
+        first = self.way(len(block))
+        if self.forced:
+            return product(Pass(self.network, self.canonical, batch.inputs), block, first)
+        for way in (first, *(other for other in order if other != first)):
+            if way in self._known.unable:
+                continue
+            examples = Pass(self.network, self.canonical, batch.inputs)
+            try:
+                if way not in BATCHED or self._proven(examples, way, len(block)):
+                    return product(examples, block, way)
+            except UNABLE:
+                if way == "rows":
+                    raise
+            self._known.unable.add(way)
+        raise AssertionError("the rows of J can always be computed")
+
+    def _proven(self, examples: Pass, way: str, count: int) -> bool:
+        key = (way, count, len(examples.f))
+        if key not in self._known.proven:
+            if not proven(examples, way, self._random(count)):
+                return False
+            self._known.proven.add(key)
+        return True
+
+    def _random(self, count: int) -> Tensor:
+        generator = torch.Generator(device=self.network.device).manual_seed(1)
+        return self.network.flat().new_empty(count, self.size).normal_(generator=generator)
+
+    def _choose(self, several: bool) -> None:
+        """Time the ways that work on a few examples; the fastest is remembered."""
+        if self.forced or several in self._known.way:
+            return
+        inputs = take(self.batches[0].inputs, 0, PROBED_EXAMPLES)
+        vectors = self._random(4 if several else 1)
+        seconds: dict[str, float] = {}
+        for way in FOR_SEVERAL if several else FOR_ONE:
+            if way in self._known.unable or (way in ("rows", "forward") and seconds):
+                continue  # rows are slow, and several dual numbers slower than any other way
+            try:
+                if proven(Pass(self.network, self.canonical, inputs), way, vectors):
+                    seconds[way] = self._timed(inputs, way, vectors)
+                    if seconds[way] < SLOW_PROBE:
+                        seconds[way] = min(seconds[way], self._timed(inputs, way, vectors))
+                    continue
+            except UNABLE:
+                if way == "rows":
+                    raise
+            self._known.unable.add(way)
+        self._known.way[several] = min(seconds, key=seconds.__getitem__) if seconds else "rows"
+
+    def _timed(self, inputs: object, way: str, vectors: Tensor) -> float:
+        start = time.perf_counter()
+        examples = Pass(self.network, self.canonical, inputs)
+        examples.pull(examples.push(vectors, way, tracked=True), way)
+        return time.perf_counter() - start
+
+    def _checked(self, vectors: Tensor) -> Tensor:
+        if vectors.dim() != 2 or not len(vectors) or vectors.shape[1] != self.size:
+            raise DataError(
+                "The vectors do not fit the weights",
+                expected=f"a block (k, {self.size}), one vector a row",
+                got=str(tuple(vectors.shape)),
+                do="pass v[None] for a single one",
+            )
+        return vectors
+
+
+def _curved(pushed: Tensor, factor: Tensor) -> Tensor:
+    """S S^T u for u (k, B, T, C) and S (B, T, C, R): the vectors as columns, so that S is read once for all."""
+    columns = pushed.permute(1, 2, 3, 0)
+    return (factor @ (factor.mT @ columns)).permute(3, 0, 1, 2)

@@ -1,0 +1,155 @@
+"""Products with the Jacobian and the GGN against explicit matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import CASES, F64
+from lapis.batches import Batch, batches
+from lapis.curvature.jacobian import Jacobian
+from lapis.curvature.ways import FOR_ONE, FOR_SEVERAL, UNABLE, Pass, differentiable, proven
+from lapis.errors import DataError, OptionError
+from lapis.likelihoods import Likelihood
+from lapis.network import Network
+from reference import case_data, case_ggn, case_jacobians
+from untouched import untouched
+
+
+def held(x: object, y: Tensor, size: int = 4) -> list[Batch]:
+    return list(batches((x, y), dtype=F64, device=torch.device("cpu"), batch_size=size)[0])
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+
+
+def factors_of(jacobian: Jacobian, likelihood: Likelihood) -> list[Tensor]:
+    targets = [
+        likelihood.targets(batch.targets, f, shape)
+        for batch, f, shape in zip(jacobian.batches, jacobian.outputs, jacobian.shapes, strict=True)
+    ]
+    return [likelihood.factor(f, t) for f, t in zip(jacobian.outputs, targets, strict=True)]
+
+
+def check(jacobian: Jacobian, likelihood: Likelihood, name: str, count: int) -> None:
+    explicit = torch.cat(case_jacobians(name))
+    generator = torch.Generator().manual_seed(1)
+    v = torch.randn(count, jacobian.size, generator=generator, dtype=F64)
+    u = [torch.randn(count, *f.shape, generator=generator, dtype=F64) for f in jacobian.outputs]
+    flat = torch.cat([part.flatten(1) for part in u], 1)
+    pairs = [
+        (torch.cat([part.flatten(1) for part in jacobian.forward(v)], 1), v @ explicit.T),
+        (jacobian.backward(u), flat @ explicit),
+        (jacobian.ggn(v, factors_of(jacobian, likelihood)), v @ case_ggn(name)),
+    ]
+    for found, exact in pairs:
+        assert not found.requires_grad
+        assert float((found - exact.detach()).abs().max()) <= 1e-10 * max(1.0, float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", list(CASES))
+def test_products_are_those_of_the_explicit_jacobian(name: str, count: int) -> None:
+    model, x, y, spec = case_data(name)
+    likelihood, network = spec.build(), Network(model)
+    with untouched(model):
+        kept = Jacobian(network, likelihood.canonical, held(x, y))
+        assert kept.keeps
+        check(kept, likelihood, name, count)
+        check(Jacobian(network, likelihood.canonical, held(x, y), kept_bytes=0), likelihood, name, count)
+        for way in FOR_SEVERAL if count > 1 else FOR_ONE:
+            forced = Jacobian(network, likelihood.canonical, held(x, y), way=way)
+            if able(forced, way, count):
+                check(forced, likelihood, name, count)
+            else:
+                assert way != "rows"
+
+
+def able(jacobian: Jacobian, way: str, count: int) -> bool:
+    """What the library itself finds out before it trusts a way, on every batch."""
+    v = torch.randn(count, jacobian.size, generator=torch.Generator().manual_seed(2), dtype=F64)
+    try:
+        with jacobian.network.prepared(), differentiable():
+            passes = [Pass(jacobian.network, jacobian.canonical, batch.inputs) for batch in jacobian.batches]
+            return all(proven(examples, way, v) for examples in passes)
+    except UNABLE:
+        return False
+
+
+def problem(**options: Any) -> tuple[Jacobian, list[Tensor]]:
+    model, x, y, spec = case_data("mlp_gaussian")
+    likelihood = spec.build()
+    jacobian = Jacobian(Network(model), likelihood.canonical, held(x, y), **options)
+    return jacobian, factors_of(jacobian, likelihood)
+
+
+def test_parts_of_the_data_add_up() -> None:
+    for kept in (0, 2**20):
+        jacobian, factors = problem(kept_bytes=kept)
+        v = torch.randn(3, jacobian.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+        parts = [jacobian.at(i).ggn(v, [factors[i]]) for i in range(len(factors))]
+        assert len(parts) > 1
+        torch.testing.assert_close(torch.stack(parts).sum(0), jacobian.ggn(v, factors))
+
+
+def test_a_small_memory_changes_nothing() -> None:
+    """One byte: one example and one vector at a time."""
+    (tight, factors), (wide, _) = problem(memory_budget=1), problem(kept_bytes=0)
+    v = torch.randn(3, wide.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+    torch.testing.assert_close(tight.ggn(v, factors), wide.ggn(v, factors))
+    assert not tight.keeps
+    assert tight._examples(1) == 1
+    for one, two in zip(tight.forward(v), wide.forward(v), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_chosen_weights_are_the_columns() -> None:
+    model, x, y, spec = case_data("mlp_gaussian")
+    canonical = spec.build().canonical
+    last = list(dict(model.named_parameters()))[-1]
+    part = Jacobian(Network(model, [last]), canonical, held(x, y), kept_bytes=0)
+    whole = Jacobian(Network(model), canonical, held(x, y), kept_bytes=0)
+    v = torch.randn(2, part.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+    padded = torch.cat([v.new_zeros(2, whole.size - part.size), v], 1)
+    for one, two in zip(part.forward(v), whole.forward(padded), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_a_wrong_batching_rule_is_found_out() -> None:
+    """The proof refuses a way whose tangents, or whose gradients, are wrong for one vector of several."""
+    jacobian, _ = problem()
+    v = torch.randn(3, jacobian.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+
+    class WrongAhead(Pass):
+        def push(self, vectors: Tensor, way: str, *, tracked: bool = False) -> Tensor:
+            found = super().push(vectors, way, tracked=tracked)
+            return torch.cat([found[:1], found[:1], found[2:]])
+
+    class WrongBack(Pass):
+        def pull(self, seeds: Tensor, way: str) -> Tensor:
+            found = super().pull(seeds, way)
+            return found.roll(1, 0) if way == "batched_both" else found
+
+    with jacobian.network.prepared(), differentiable():
+        for kind, good in ((Pass, True), (WrongAhead, False), (WrongBack, False)):
+            examples = kind(jacobian.network, jacobian.canonical, jacobian.batches[0].inputs)
+            assert proven(examples, "batched_both", v) == good
+
+
+def test_a_block_of_another_form_is_refused() -> None:
+    jacobian, factors = problem()
+    for vectors in (torch.zeros(jacobian.size), torch.zeros(2, jacobian.size + 1), torch.zeros(0, jacobian.size)):
+        with pytest.raises(DataError, match="do not fit the weights"):
+            jacobian.ggn(vectors, factors)
+    with pytest.raises(OptionError, match="Unknown way"):
+        problem(way="sideways")
+
+
+def test_the_way_is_remembered_for_parts() -> None:
+    jacobian, factors = problem(kept_bytes=0)
+    v = torch.ones(1, jacobian.size, dtype=F64)
+    jacobian.at(0).ggn(v, factors[:1])
+    assert jacobian.way(1) in FOR_ONE
