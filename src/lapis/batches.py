@@ -64,7 +64,6 @@ class Batch:
             stop = min(start + size, length)
             yield Batch(take(self.inputs, start, stop), self.targets[start:stop], self.index, self.start + start)
 
-
     def chosen(self, places: Tensor) -> Batch:
         """The examples at `places`, in that order."""
         return Batch(map_tensors(lambda tensor: tensor[places], self.inputs), self.targets[places], self.index)
