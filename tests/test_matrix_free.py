@@ -497,3 +497,17 @@ def test_a_solve_that_ends_early_and_a_network_that_changed_are_told() -> None:
         model[0].bias += 1
     with pytest.raises(lapis.ModelError, match="changed"):
         posterior.draw(2)
+
+
+def test_training_by_the_evidence_refuses_an_evidence_without_gradient() -> None:
+    _, model, x, y = small_problem()
+    with pytest.raises(lapis.OptionError, match="gradient"):
+        lapis.train(model, (x, y), "classification", structure="implicit", epochs=1)
+
+
+def test_all_kinds_of_posterior_are_compared() -> None:
+    kinds = {structure: small_problem(structure)[0] for structure in ("dense", "lowrank", "implicit")}
+    found = lapis.compare(kinds)
+    assert abs(found.log_evidence[0] - found.log_evidence[1]) < 0.1
+    error = float(kinds["implicit"].log_evidence_estimate().standard_error)
+    assert abs(found.log_evidence[0] - found.log_evidence[2]) < 4 * error

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lapis.batches import Batch
+from lapis.curvature.structure import NAMES
 from lapis.errors import FileError, LapisWarning, ModelError, OptionError
 from lapis.evidence import Training
 from lapis.likelihoods import Likelihood, from_config
@@ -90,6 +91,13 @@ def train(
     """
     _check(epochs, burn_in, every, hyper_steps, batch_size, patience, schedule, optimiser, learning_rate)
     family = resolve_likelihood(likelihood)
+    if NAMES.get(structure) == "implicit":
+        raise OptionError(
+            "Training by the evidence needs its gradient",
+            expected="a structure that is stored",
+            got=f"structure={structure!r}, whose evidence is an estimate",
+            do='use "kronecker", "diagonal", "dense" or "lowrank"',
+        )
     network = Network(model)
     n_data, example = survey(data, network, batch_size)
     network.example = example
