@@ -72,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--cases", default=",".join(CASES), help="letters, comma separated")
     parser.add_argument("--jobs", help="names such as kron_fit, comma separated; all by default")
+    parser.add_argument("--growth", action="store_true", help="growth alone (part of a run of everything)")
     parser.add_argument("--quick", action="store_true", help="two rounds, no growth, nothing written")
     parser.add_argument("--busy", action="store_true", help="CPU seconds of one thread, nothing written")
     arguments = parser.parse_args()
@@ -82,7 +83,14 @@ def main() -> None:
     rate = results["machine"]["rate"]
     console.print(f"matrix-product rate {rate / 1e9:.0f} x 10^9 operations a second")
     stored = {(row["case"], row["job"]): row for row in results["rows"]}
-    for case in arguments.cases.split(","):
+
+    def keep() -> None:
+        if arguments.quick or arguments.busy:
+            return
+        results["rows"] = [stored[case, job] for case in CASES for job in CASES[case].jobs if (case, job) in stored]
+        report.store(results)
+
+    for case in [] if arguments.growth else arguments.cases.split(","):
         unfit: dict[tuple[str, str], str] = {}
         for job in CASES[case].jobs:
             if arguments.jobs and job not in arguments.jobs.split(","):
@@ -96,16 +104,16 @@ def main() -> None:
             if action == "fit":
                 unfit |= {(name, structure): outcome.error for name, outcome in outcomes.items() if outcome.error}
             stored[case, job] = as_row(case, job, outcomes)
+            keep()
             console.print(" | ".join(report.cells(Row.load(stored[case, job], rate))))
             for name, outcome in outcomes.items():
                 if outcome.error:
                     console.print(f"    {title(job)}, {name}: {outcome.error}")
     if arguments.quick or arguments.busy:
         return
-    results["rows"] = [stored[case, job] for case in CASES for job in CASES[case].jobs if (case, job) in stored]
-    if everything:
+    if everything or arguments.growth:
         results["growth"] = grow(console, arguments.busy)
-    report.store(results)
+    keep()
     report.write(results)
     console.print(f"written: {report.RESULTS}, {report.PAGE}")
 

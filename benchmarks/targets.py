@@ -99,12 +99,17 @@ class Row:
         return self.results[OURS]
 
     @property
+    def rivals(self) -> list[str]:
+        """Peers that did the same; where none did, all of them."""
+        return [name for name in self.peers if self.same(name)] or list(self.peers)
+
+    @property
     def fastest(self) -> str | None:
-        return min(self.peers, key=lambda name: self.peers[name].time, default=None)
+        return min(self.rivals, key=lambda name: self.peers[name].time, default=None)
 
     @property
     def leanest(self) -> str | None:
-        return min(self.peers, key=lambda name: self.peers[name].memory or 0, default=None)
+        return min(self.rivals, key=lambda name: self.peers[name].memory or 0, default=None)
 
     def epochs(self, result: Result) -> float:
         return result.time / self.results[EPOCH].time
