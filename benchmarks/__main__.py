@@ -72,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--cases", default=",".join(CASES), help="letters, comma separated")
     parser.add_argument("--jobs", help="names such as kron_fit, comma separated; all by default")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of every contender")
     parser.add_argument("--growth", action="store_true", help="growth alone (part of a run of everything)")
     parser.add_argument("--quick", action="store_true", help="two rounds, no growth, nothing written")
     parser.add_argument("--busy", action="store_true", help="CPU seconds of one thread, nothing written")
@@ -97,7 +98,7 @@ def main() -> None:
                 continue
             structure, action = split(job)
             able = [name for name in CONTENDERS if (name, structure) not in unfit]
-            outcomes = measure(case, job, (EPOCH, *able), 2 if arguments.quick else 7, arguments.busy)
+            outcomes = measure(case, job, (EPOCH, *able), 2 if arguments.quick else arguments.rounds, arguments.busy)
             outcomes |= {
                 name: Outcome(error=unfit[name, structure]) for name in CONTENDERS if (name, structure) in unfit
             }

@@ -32,16 +32,18 @@ THREADS = 2
 OURS, EPOCH = "lapis", "epoch"
 CONTENDERS = (OURS, *peers.BACKENDS)
 
-TIME_LIMIT = 60.0
+TIME_LIMIT = 45.0
 """Seconds after which a run, or what it starts from, is cut off."""
 MEMORY_LIMIT = 8 * 2**30
 BUSY_LIMIT = 240.0
 """The same on a busy machine."""
 SLOW = 8.0
 """A run longer than this is not repeated: its first time counts."""
-SHORTEST = 0.02
+SHORTEST = 0.25
 """Runs shorter than this are timed several at once."""
-TURN_SECONDS = 10.0
+PAUSE = 0.25
+"""Seconds before a turn: threads of the contender before may still spin, waiting for work."""
+TURN_SECONDS = 5.0
 """A contender that has been timed this long has had enough turns."""
 
 Clock = Callable[[], float]
@@ -211,6 +213,7 @@ def measure(
             if sum(seconds) * repeats.get(name, 1) > TURN_SECONDS:
                 continue
             try:
+                time.sleep(PAUSE)
                 if name not in repeats:
                     repeats[name] = math.ceil(SHORTEST / workers[name].time(1))
                 seconds.append(workers[name].time(repeats[name]))

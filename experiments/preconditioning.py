@@ -28,7 +28,7 @@ from lapis.solvers import (
     lanczos_eigenpairs,
 )
 
-PRECISIONS = (0.1, 1.0, 10.0)
+PRECISIONS = (0.01, 0.1, 1.0, 10.0, 100.0)
 TOLERANCE = 1e-4
 RANK = 20
 
@@ -57,8 +57,8 @@ def timed(work: Callable[[], object]) -> tuple[object, float]:
 
 def main() -> None:
     chosen = arguments(__doc__)
-    count, limit = (100, 40) if chosen.quick else (500, 200)
-    precisions = PRECISIONS[::2] if chosen.quick else PRECISIONS
+    count, limit = (100, 40) if chosen.quick else (500, 500)
+    precisions = PRECISIONS[1::2] if chosen.quick else PRECISIONS
     x, y, x_test, y_test = images("mnist", count, 1000, chosen.seed)
     model = trained(x, y, 5 if chosen.quick else 20, chosen.seed)
     accuracy = float((model(x_test).argmax(1) == y_test).double().mean())

@@ -83,11 +83,11 @@ def train(
             would have without the interruption.
         seed: of shuffling and dropout. Every epoch has its own stream of random numbers.
 
-    >>> x = torch.linspace(-1, 1, 30)[:, None]
+    >>> x = torch.linspace(-3, 3, 30)[:, None]
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
-    >>> posterior = train(net, (x, x.sin()), "regression", epochs=6, burn_in=2, every=2)
+    >>> posterior = train(net, (x, x.sin()), "regression", epochs=90, burn_in=30, every=30, learning_rate=0.05)
     >>> posterior.training.evaluated
-    (2, 4, 6)
+    (30, 60, 90)
     """
     _check(epochs, burn_in, every, hyper_steps, batch_size, patience, schedule, optimiser, learning_rate)
     family = resolve_likelihood(likelihood)
