@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 FIGURES = PAGE.parent / "figures"
+REMARKS = ROOT / "benchmarks" / "remarks.md"
+"""What a person has to say about the numbers; stands on the page as it is."""
 
 
 INTRODUCTION = """
@@ -191,6 +193,8 @@ def write(results: dict[str, Any]) -> None:
         "matrix-product rate (`benchmarks/limits.py`).",
         limits(rows),
     ]
+    if REMARKS.exists():
+        parts.insert(5, REMARKS.read_text(encoding="utf-8").strip())
     if results["growth"]:
         plots(results["growth"])
         parts += [

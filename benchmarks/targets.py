@@ -12,6 +12,8 @@ from benchmarks.measure import EPOCH, OURS
 
 SAME = 0.02
 """Answers that differ by more than this belong to another definition of the same thing."""
+ROUNDING = 1e-6
+"""Peers compute their evidence in float32: a smaller relative difference cannot be told from none."""
 MEMORY_NOISE = 4 * 2**20
 """Growth below this cannot be told from none."""
 FLOOR = {"speed": 1 / 1.1, "memory": 0.8}
@@ -130,7 +132,10 @@ class Row:
             return max(theirs, MEMORY_NOISE) / max(self.ours.memory, MEMORY_NOISE)
         if quantity == "evidence":
             values = [peer.value for name, peer in self.peers.items() if peer.value is not None and self.same(name)]
-            return self.ours.value - max(values) if values and self.ours.value is not None else None
+            if not values or self.ours.value is None:
+                return None
+            difference = self.ours.value - max(values)
+            return 0.0 if abs(difference) <= ROUNDING * abs(max(values)) else difference
         if quantity == "megabytes":
             return None if self.ours.memory is None else self.ours.memory / 2**20
         if quantity == "share":

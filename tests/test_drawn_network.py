@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapis
+from lapis.curvature.pooling import QuickPooling
 from lapis.posteriors.drawn_network import Matrix
-from lapis.posteriors.pooling import QuickPooling
 
 F64 = torch.float64
 

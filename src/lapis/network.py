@@ -144,6 +144,12 @@ class Network:
         """The chosen weights as one vector (P,), copied."""
         return torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
 
+    def equals(self, vector: Tensor) -> bool:
+        """Whether these, (P,), are the chosen weights as they are now."""
+        parts = torch.split(vector, [p.numel() for p in self.parameters.values()])
+        pairs = zip(self.parameters.values(), parts, strict=True)
+        return all(torch.equal(p.detach().reshape(-1), part) for p, part in pairs)
+
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """A vector (P,) as a dictionary of parameters."""
         return split_vector(vector, self.shapes)

@@ -36,6 +36,9 @@ class Block(ABC):
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
         """Add what some seeds say; `first` for a batch's first seeds (what does not depend on seeds is added then)."""
 
+    def settle(self) -> None:  # noqa: B027  (most blocks add at once)
+        """Add what still waits to be added; called at the end of a pass."""
+
     @abstractmethod
     def gaussian(self, prior: WeightPrior, scale: Tensor) -> BlockGaussian:
         """The Gaussian with precision scale * curvature + prior."""

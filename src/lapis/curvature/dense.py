@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,12 @@ from lapis.curvature.sites import Site
 from lapis.curvature.spectrum import Spectrum, spectrum
 from lapis.errors import NotPositiveDefiniteError
 from lapis.priors import WeightPrior
+
+STRIP = 256
+"""Rows of the matrix that are computed, and added in float64, in one go."""
+
+ROWS = 1024
+"""Rows of Jacobians that wait to be multiplied: the more at once, the less often the whole matrix is gone through."""
 
 CHEAP = 512
 """Up to this size eigenvalues, which serve every prior and noise, are computed without being asked for."""
@@ -26,15 +33,42 @@ class DenseBlock(Block):
 
     def __init__(self, sites: Sequence[Site]) -> None:
         super().__init__(sites)
-        self.curvature = torch.zeros(self.size, self.size, dtype=torch.float64)
+        # numpy's zeros take no memory before they are written to, and only one triangle is until somebody looks
+        self._total = torch.from_numpy(np.zeros((self.size, self.size)))
+        self._waiting: list[Tensor] = []
+        self._mirrored = True
         self._eigenvalues: Tensor | None = None
 
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
-        rows = stacked_rows(contributions).flatten(0, 1)
-        if rows.dtype == torch.float64:
-            self.curvature.addmm_(rows.T, rows)
-        else:
-            self.curvature += rows.T @ rows
+        self._waiting.append(stacked_rows(contributions).flatten(0, 1).detach())
+        if sum(map(len, self._waiting)) >= ROWS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Multiply the rows that wait: strips of the lower triangle, each still in the cache when it is added."""
+        if not self._waiting:
+            return
+        rows = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
+        self._waiting, self._mirrored = [], False
+        for start, stop in self._strips():
+            left, right, total = rows[:, start:stop].mT, rows[:, :stop], self._total[start:stop, :stop]
+            if rows.dtype == total.dtype:
+                torch.addmm(total, left, right, out=total)
+            else:
+                total += (left @ right).to(total.dtype)
+
+    def _strips(self) -> Iterator[tuple[int, int]]:
+        return ((start, min(start + STRIP, self.size)) for start in range(0, self.size, STRIP))
+
+    @property
+    def curvature(self) -> Tensor:
+        """The matrix, all of it."""
+        self.settle()
+        if not self._mirrored:
+            for start, stop in self._strips():
+                self._total[start:stop, stop:] = self._total[stop:, start:stop].mT
+            self._mirrored = True
+        return self._total
 
     def eigenvalues(self) -> Tensor:
         """Of the curvature, ascending; computed once."""
@@ -60,7 +94,7 @@ class DenseBlock(Block):
         return {"curvature": self.curvature}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        self.curvature = state["curvature"]
+        self._total, self._waiting, self._mirrored = state["curvature"], [], True
         self._eigenvalues = None
 
 

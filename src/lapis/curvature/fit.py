@@ -85,6 +85,8 @@ def accumulate(
         for batch in track(stream, "curvature", total, progress):
             for part in batch.split(examples_at_once(curvature, 1, work)):
                 _add(curvature, network, likelihood, part, generator, work)
+    for block in curvature.blocks:
+        block.settle()
 
 
 def _add(

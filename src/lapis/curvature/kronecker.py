@@ -77,19 +77,15 @@ class KroneckerBlock(Block):
             )
 
     def mean_inputs(self) -> Tensor:
-        """A, or its diagonal for look-ups."""
-        mean = self.inputs / self.positions.clamp(min=1)
-        return mean if self.site.kind == "lookup" else symmetric(mean)
+        """The lower triangle of A, or its diagonal for look-ups."""
+        return self.inputs / self.positions.clamp(min=1)
 
     def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Eigenvalues and vectors of G, then of A (no vectors for look-ups: A is diagonal); computed once."""
         if self._eigen is None:
-            values, vectors = torch.linalg.eigh(symmetric(self.gradients))
             inputs = self.mean_inputs()
-            if self.site.kind == "lookup":
-                self._eigen = (values.clamp(min=0), vectors, inputs[None], None)
-            else:
-                self._eigen = (values.clamp(min=0), vectors, *_eigh(inputs))
+            of_inputs = (inputs[None], None) if self.site.kind == "lookup" else _eigh(inputs)
+            self._eigen = (*_eigh(self.gradients), *of_inputs)
         return self._eigen
 
     def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
@@ -143,7 +139,9 @@ class KroneckerGaussian(BlockGaussian):
             self.forth = self.back = vectors_a
         else:
             root = prior.sqrt()
-            values_a, vectors = _eigh(block.mean_inputs() / root / root[:, None])
+            values_a, vectors = _eigh(
+                symmetric(block.mean_inputs()) / root / root[:, None]
+            )  # derivatives need all of it
             self.forth, self.back = vectors * root[:, None], vectors / root[:, None]
             self.shift = torch.ones_like(root[0])
         self.values = values_g, values_a
@@ -215,6 +213,7 @@ class KroneckerGaussian(BlockGaussian):
         return self.multiply(torch.eye(size, dtype=torch.float64, device=self.eigenvalues.device))
 
 
-def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    values, vectors = torch.linalg.eigh(matrix)
+def _eigh(lower: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors of the symmetric matrix with this lower triangle; what stands above is never read."""
+    values, vectors = torch.linalg.eigh(lower, UPLO="L")
     return values.clamp(min=0), vectors

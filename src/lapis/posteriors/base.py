@@ -166,7 +166,7 @@ class Posterior(ABC):
 
     def _check_model(self) -> None:
         """Refuse to go on with a network that is not the one fitted."""
-        if not torch.equal(self.network.flat(), self.mean) or not self.network.holds(self.fingerprint):
+        if not self.network.equals(self.mean) or not self.network.holds(self.fingerprint):
             raise ModelError(
                 "The network has changed since the fit",
                 expected="every weight, frozen ones too, and every buffer as it was",

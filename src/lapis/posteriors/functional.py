@@ -14,10 +14,10 @@ from lapis.curvature.contributions import Contribution
 from lapis.curvature.fit import WORK_BYTES, Curvature, check_outputs, examples_at_once, position_seeds
 from lapis.curvature.implicit import jacobian_of
 from lapis.curvature.jacobian import Jacobian
+from lapis.curvature.pooling import QuickPooling
 from lapis.curvature.record import Record
 from lapis.errors import DataError, MemoryBudgetError
 from lapis.network import Network
-from lapis.posteriors.pooling import QuickPooling
 from lapis.predictions import LatentGaussian
 
 Kind = Literal["diagonal", "full", "joint"]

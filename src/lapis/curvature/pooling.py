@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 
 class QuickPooling(TorchFunctionMode):
-    """While it is entered, and no gradients are recorded, plain max pooling of images is done by shifted views."""
+    """While it is entered, plain max pooling of images that no gradient is recorded of is done by shifted views."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.max_pool2d and not torch.is_grad_enabled():
+        if func is F.max_pool2d:
             pooled = _pooled(*args, **(kwargs or {}))
             if pooled is not None:
                 return pooled
@@ -39,7 +39,8 @@ def _pooled(
 ) -> Tensor | None:
     """The pooled images, or None where a window is not a plain one."""
     plain = _pair(padding) == (0, 0) and _pair(dilation) == (1, 1) and not ceil_mode and not return_indices
-    if not plain or type(input) is not Tensor or input.device.type != "cpu" or not input.is_contiguous():
+    recorded = torch.is_grad_enabled() and input.requires_grad
+    if not plain or recorded or type(input) is not Tensor or input.device.type != "cpu" or not input.is_contiguous():
         return None
     for axis, size, step in zip((-2, -1), _pair(kernel_size), _pair(stride or kernel_size), strict=True):
         count = (input.shape[axis] - size) // step + 1
