@@ -138,7 +138,7 @@ class KroneckerGaussian(BlockGaussian):
         if prior.dim() == 0:
             self.forth = self.back = vectors_a
         else:
-            root = prior.sqrt()
+            root = prior.sqrt()  # derivatives in it need the whole matrix
             values_a, vectors = _eigh(
                 symmetric(block.mean_inputs()) / root / root[:, None]
             )  # derivatives need all of it
