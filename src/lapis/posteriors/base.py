@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Inputs
-from lapis.errors import ModelError, OptionError
+from lapis.errors import DataError, ModelError, OptionError
 from lapis.evidence import TangentMode, Tuning
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
@@ -210,6 +210,23 @@ class GaussianPosterior(Posterior):
     @abstractmethod
     def _logdet(self) -> Tensor:
         """log |scale * curvature + prior|, 0-d float64."""
+
+    @abstractmethod
+    def _squared_distance(self, deviations: Tensor) -> Tensor:
+        """|d|^2 in the metric of the posterior precision, (n,), for deviations d (n, P) in float64."""
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """log q(theta) for weights (P,) or (n, P); its constant is as exact as the log evidence is."""
+        if theta.shape[-1] != self.n_weights or theta.dim() > 2:
+            raise DataError(
+                "These are no weight vectors",
+                expected=f"(..., {self.n_weights})",
+                got=str(tuple(theta.shape)),
+                do="pass flat weights",
+            )
+        quadratic = self._squared_distance(theta.reshape(-1, self.n_weights).double() - self.mean.double())
+        constant = self._logdet() - self.n_weights * math.log(2 * math.pi)
+        return (0.5 * (constant - quadratic)).reshape(theta.shape[:-1])
 
     @abstractmethod
     def effective_parameters(self) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from lapis.batches import Inputs, batches
 from lapis.curvature.implicit import ImplicitCurvature, ImplicitGaussian, Solved, Space
-from lapis.errors import DataError, LapisWarning, OptionError
+from lapis.errors import LapisWarning, OptionError
 from lapis.evidence import TangentMode, Tuning
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
@@ -175,19 +174,8 @@ class ImplicitPosterior(GaussianPosterior):
             parts.append(self.solved(self.gaussian.draws(white, rows)))
         return torch.cat(parts).add_(self.mean)
 
-    def log_prob(self, theta: Tensor) -> Tensor:
-        """log q(theta) for weights (P,) or (n, P); its constant is as exact as `log_evidence_estimate` is."""
-        if theta.shape[-1] != self.n_weights or theta.dim() > 2:
-            raise DataError(
-                "These are no weight vectors",
-                expected=f"(..., {self.n_weights})",
-                got=str(tuple(theta.shape)),
-                do="pass flat weights",
-            )
-        deviations = theta.reshape(-1, self.n_weights).to(self.network.dtype) - self.mean
-        quadratic = (self.gaussian.multiply(deviations).double() * deviations.double()).sum(-1)
-        constant = self._logdet() - self.n_weights * math.log(2 * math.pi)
-        return (0.5 * (constant - quadratic)).reshape(theta.shape[:-1])
+    def _squared_distance(self, deviations: Tensor) -> Tensor:
+        return (self.gaussian.multiply(deviations.to(self.network.dtype)).double() * deviations).sum(-1)
 
     def draw(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ from lapis.curvature.block import BlockGaussian
 from lapis.curvature.fit import Curvature, accumulate
 from lapis.curvature.spectrum import GroupedSpectrum
 from lapis.curvature.structure import Structure, grouped_spectrum
-from lapis.errors import DataError, MemoryBudgetError
+from lapis.errors import MemoryBudgetError
 from lapis.evidence import TangentMode, Training, Tuning
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
@@ -99,19 +98,9 @@ class LaplacePosterior(GaussianPosterior):
         draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self.gaussians, parts, strict=True)]
         return self._to_flat(draws).add_(self.mean)
 
-    def log_prob(self, theta: Tensor) -> Tensor:
-        """log q(theta) for weights (P,) or (n, P)."""
-        if theta.shape[-1] != self.n_weights or theta.dim() > 2:
-            raise DataError(
-                "These are no weight vectors",
-                expected=f"(..., {self.n_weights})",
-                got=str(tuple(theta.shape)),
-                do="pass flat weights",
-            )
-        deviations = self._to_blocks(theta.reshape(-1, self.n_weights).double() - self.mean.double())
-        quadratic = sum((g.multiply(part) * part).sum(-1) for g, part in zip(self.gaussians, deviations, strict=True))
-        constant = self._logdet() - self.n_weights * math.log(2 * math.pi)
-        return (0.5 * (constant - quadratic)).reshape(theta.shape[:-1])
+    def _squared_distance(self, deviations: Tensor) -> Tensor:
+        pairs = zip(self.gaussians, self._to_blocks(deviations), strict=True)
+        return torch.stack([(gaussian.multiply(part) * part).sum(-1) for gaussian, part in pairs]).sum(0)
 
     def marginal_variance(self) -> Tensor:
         """Variance of each weight, (P,)."""
