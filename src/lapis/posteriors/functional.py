@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -54,30 +54,48 @@ def linearised(
     memory_budget: int,
 ) -> tuple[LatentGaussian, torch.Size]:
     """Mean and (co)variance of the outputs at `inputs`, and the raw output's shape."""
-    work = min(WORK_BYTES, memory_budget)
-    means, covariances = [], []
-    shape: torch.Size | None = None
-    with network.prepared():
-        for part in _parts(curvature, inputs, kind, work):
-            record = curvature.tape.record(part)
-            check_outputs(record.f.detach(), curvature.outputs, "this batch")
-            means.append(record.f.detach())
-            covariances.append(
-                _joint(record, curvature, gaussians, memory_budget)
-                if kind == "joint"
-                else _each(record, curvature, gaussians, kind)
-            )
-            shape = record.raw_shape
-    assert shape is not None
-    mean = torch.cat(means)
-    shape = torch.Size((mean.shape[0], *shape[1:]))
+    length = batch_length(inputs)
+    step = length
+    if kind != "joint":  # each output's gradients are held twice, as they are and as the covariance needs them
+        step = min(length, examples_at_once(curvature, 2 * curvature.outputs, min(WORK_BYTES, memory_budget)))
+    mean, spread, shape = _part(network, curvature, gaussians, take(inputs, 0, step), kind, memory_budget)
+    if step < length:
+        # All results get their places now: small tensors that stay, between large ones that go, would keep the
+        # allocator from using memory again.
+        mean, spread = (
+            torch.cat([first, first.new_empty(length - step, *first.shape[1:])]) for first in (mean, spread)
+        )
+    for start in range(step, length, step):
+        stop = min(start + step, length)
+        mean[start:stop], spread[start:stop], _ = _part(
+            network, curvature, gaussians, take(inputs, start, stop), kind, memory_budget
+        )
+    shape = torch.Size((length, *shape[1:]))
     if kind == "joint":
-        joint = covariances[0].to(mean.dtype)
-        return LatentGaussian(mean, joint.diagonal().reshape(mean.shape), None, joint), shape
-    covariance = torch.cat(covariances).to(mean.dtype)
+        return LatentGaussian(mean, spread.diagonal().reshape(mean.shape), None, spread), shape
     if kind == "diagonal":
-        return LatentGaussian(mean, covariance), shape
-    return LatentGaussian(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance), shape
+        return LatentGaussian(mean, spread), shape
+    return LatentGaussian(mean, spread.diagonal(dim1=-2, dim2=-1), spread), shape
+
+
+def _part(
+    network: Network,
+    curvature: Curvature,
+    gaussians: Sequence[BlockGaussian],
+    inputs: Inputs,
+    kind: Kind,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, torch.Size]:
+    """Outputs of examples that are worked on together, their (co)variance in the same dtype, the raw output's shape."""
+    with network.prepared():
+        record = curvature.tape.record(inputs)
+        f = record.f.detach()
+        check_outputs(f, curvature.outputs, "this batch")
+        if kind == "joint":
+            spread = _joint(record, curvature, gaussians, memory_budget)
+        else:
+            spread = _each(record, curvature, gaussians, kind)
+    return f, spread.to(f.dtype), record.raw_shape
 
 
 def by_solves(
@@ -156,13 +174,6 @@ def sampled(
             outputs.append(canonical(raw))
             check_outputs(outputs[-1], width, "this batch")
     return torch.stack(outputs), raw.shape
-
-
-def _parts(curvature: Curvature, inputs: Inputs, kind: Kind, work: int) -> Iterator[Inputs]:
-    length = batch_length(inputs)
-    step = length if kind == "joint" else examples_at_once(curvature, curvature.outputs, work)
-    for start in range(0, length, step):
-        yield take(inputs, start, min(start + step, length))
 
 
 def _unit_factor(f: Tensor) -> Tensor:
