@@ -178,7 +178,7 @@ class Transformer(nn.Module):
 FITS = ("kron_fit", "kron_ready", "diag_fit", "last_fit")
 PREDICTIONS = ("kron_predict64", "kron_predict256", "kron_predict256_diagonal", "diag_predict64")
 REST = ("kron_sample", "kron_evidence", "kron_tune")
-DENSE = ("dense_fit", "dense_predict256", "dense_evidence", "dense_tune")
+DENSE = ("dense_fit", "dense_ready", "dense_predict256", "dense_evidence", "dense_tune")
 
 PRODUCTS = ("ggn_vectors1", "ggn_vectors8")
 """GGN-vector products."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,12 @@ from lapis.priors import WeightPrior
 STRIP = 256
 """Rows of the matrix that are computed, and added in float64, in one go."""
 
-ROWS = 1024
-"""Rows of Jacobians that wait to be multiplied: the more at once, the less often the whole matrix is gone through."""
+FEWEST_ROWS, MOST_ROWS = 1024, 8192
+"""Rows of Jacobians that wait to be multiplied, in between as many as weights: the more at once, the less often the
+whole matrix is gone through."""
+
+FEW = 0.5
+"""Up to this many rows in all, as a fraction of the weights, they stay as they are until the matrix is asked for."""
 
 CHEAP = 512
 """Up to this size eigenvalues, which serve every prior and noise, are computed without being asked for."""
@@ -35,27 +40,46 @@ class DenseBlock(Block):
         super().__init__(sites)
         # numpy's zeros take no memory before they are written to, and only one triangle is until somebody looks
         self._total = torch.from_numpy(np.zeros((self.size, self.size)))
-        self._waiting: list[Tensor] = []
+        self._waiting = torch.empty(0, self.size)
+        self._count = 0
+        self._multiplied = False
         self._mirrored = True
         self._eigenvalues: Tensor | None = None
 
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
-        self._waiting.append(stacked_rows(contributions).flatten(0, 1).detach())
-        if sum(map(len, self._waiting)) >= ROWS:
-            self.settle()
+        parts = [contribution.rows().detach() for contribution in contributions]
+        seeds, batch = parts[0].shape[:2]
+        if self._count + seeds * batch > len(self._waiting):
+            self._multiply()
+        if seeds * batch > len(self._waiting):
+            room = max(FEWEST_ROWS, min(self.size, MOST_ROWS), seeds * batch)
+            self._waiting = parts[0].new_empty(room, self.size)
+        place = self._waiting[self._count : self._count + seeds * batch]
+        torch.cat(parts, -1, out=place.view(seeds, batch, self.size))
+        self._count += seeds * batch
 
     def settle(self) -> None:
-        """Multiply the rows that wait: strips of the lower triangle, each still in the cache when it is added."""
-        if not self._waiting:
+        if self._multiplied or self._count > FEW * self.size:
+            self._multiply()
+        self._waiting = self._waiting[: self._count].clone()
+
+    @property
+    def few_rows(self) -> Tensor | None:
+        """All rows R with curvature R^T R, float64, where they are few beside the weights; else None."""
+        return None if self._multiplied or self._count == 0 else self._waiting[: self._count].double()
+
+    def _multiply(self) -> None:
+        """Add what the waiting rows say: strips of the lower triangle, each still in the cache when it is added."""
+        if self._count == 0:
             return
-        rows = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
-        self._waiting, self._mirrored = [], False
+        rows, self._count = self._waiting[: self._count], 0
         for start, stop in self._strips():
             left, right, total = rows[:, start:stop].mT, rows[:, :stop], self._total[start:stop, :stop]
             if rows.dtype == total.dtype:
                 torch.addmm(total, left, right, out=total)
             else:
-                total += (left @ right).to(total.dtype)
+                total += left @ right
+        self._multiplied, self._mirrored = True, False
 
     def _strips(self) -> Iterator[tuple[int, int]]:
         return ((start, min(start + STRIP, self.size)) for start in range(0, self.size, STRIP))
@@ -63,7 +87,7 @@ class DenseBlock(Block):
     @property
     def curvature(self) -> Tensor:
         """The matrix, all of it."""
-        self.settle()
+        self._multiply()
         if not self._mirrored:
             for start, stop in self._strips():
                 self._total[start:stop, stop:] = self._total[stop:, start:stop].mT
@@ -73,7 +97,12 @@ class DenseBlock(Block):
     def eigenvalues(self) -> Tensor:
         """Of the curvature, ascending; computed once."""
         if self._eigenvalues is None:
-            self._eigenvalues = torch.linalg.eigvalsh(self.curvature)
+            rows = self.few_rows
+            if rows is None:
+                self._eigenvalues = torch.linalg.eigvalsh(self.curvature)
+            else:
+                found = torch.linalg.eigvalsh(rows @ rows.mT).clamp(min=0)
+                self._eigenvalues = torch.cat([found.new_zeros(self.size - len(rows)), found])
         return self._eigenvalues
 
     def gaussian(self, prior: WeightPrior, scale: Tensor) -> DenseGaussian:
@@ -86,7 +115,7 @@ class DenseBlock(Block):
 
     def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
         group = common_group(prior, self.sites)
-        if group is None or (self._eigenvalues is None and self.size > CHEAP):
+        if group is None or (self._eigenvalues is None and self.size > CHEAP and self.few_rows is None):
             return None
         return [(group, spectrum(self.eigenvalues()))]
 
@@ -94,8 +123,8 @@ class DenseBlock(Block):
         return {"curvature": self.curvature}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        self._total, self._waiting, self._mirrored = state["curvature"], [], True
-        self._eigenvalues = None
+        self._total, self._count, self._eigenvalues = state["curvature"], 0, None
+        self._multiplied = self._mirrored = True
 
 
 class DenseGaussian(BlockGaussian):
@@ -126,7 +155,13 @@ class DenseGaussian(BlockGaussian):
         return self._factor
 
     def logdet(self) -> Tensor:
-        return 2 * self.factor().diagonal().log().sum()
+        rows = self.block.few_rows
+        if rows is None:
+            factor = self.factor()
+            return _logdet(self.matrix() if factor.requires_grad else factor, factor)
+        # |Lambda + s R^T R| = |Lambda| |I + s R Lambda^-1 R^T|
+        inner = self.scale * (rows / self.prior) @ rows.mT + torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+        return self.prior.expand(self.block.size).log().sum() + _logdet(inner, torch.linalg.cholesky(inner))
 
     def color(self, noise: Tensor) -> Tensor:
         draws: Tensor = torch.linalg.solve_triangular(self.factor().mT, noise.double().T, upper=True)
@@ -164,3 +199,21 @@ def stacked_rows(contributions: Sequence[Contribution]) -> Tensor:
     """The sites' Jacobians side by side, (M, B, size)."""
     parts = [contribution.rows() for contribution in contributions]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _logdet(matrix: Tensor, factor: Tensor) -> Tensor:
+    """log |M| given its Cholesky factor; the gradient is M^-1, which costs a tenth of the factor's own derivative."""
+    value: Tensor = _LogDeterminant.apply(matrix, factor.detach())  # type: ignore[no-untyped-call]
+    return value
+
+
+class _LogDeterminant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return 2 * factor.diagonal().log().sum()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        return slope * torch.cholesky_inverse(factor), None

@@ -123,4 +123,6 @@ def grouped_spectrum(blocks: Sequence[Block], prior: WeightPrior) -> GroupedSpec
 
 def to_device(blocks: Sequence[Block], device: torch.device) -> None:
     for block in blocks:
-        block.load({name: tensor.to(device) for name, tensor in block.state().items()})
+        state = block.state()
+        if any(tensor.device != device for tensor in state.values()):
+            block.load({name: tensor.to(device) for name, tensor in state.items()})
