@@ -80,7 +80,7 @@ class Outer:
     def square_sum(self) -> Tensor:
         """sum over examples and seeds of J^2, (K, O, I)."""
         if self.g.shape[3] == 1:
-            g2 = self.g.squeeze(3).square().sum(1)
+            g2 = _squares(self.g.squeeze(3))
             total = torch.bmm(g2.mT, self.inputs().squeeze(2).square())
             return torch.cat([total, g2.sum(1)[..., None]], -1) if self.bias else total
         parts: dict[int, Tensor] = {}
@@ -188,6 +188,14 @@ class Outer:
     def positions(self) -> int:
         """Examples times positions."""
         return self.g.shape[2] * self.g.shape[3]
+
+
+def _squares(g: Tensor) -> Tensor:
+    """The sum over seeds of g^2 for g (K, M, ...), without a copy of g."""
+    total = g[:, 0].square()
+    for seed in range(1, g.shape[1]):
+        total.addcmul_(g[:, seed], g[:, seed])
+    return total
 
 
 def _matrices(a: Tensor) -> Tensor:

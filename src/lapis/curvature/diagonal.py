@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lapis.curvature.block import Block, BlockGaussian, site_precision
 from lapis.curvature.contributions import Contribution
+from lapis.curvature.products import Moment
 from lapis.curvature.sites import Site
 from lapis.curvature.spectrum import Spectrum, spectrum
 from lapis.priors import WeightPrior
@@ -22,11 +23,16 @@ class DiagonalBlock(Block):
     def __init__(self, sites: Sequence[Site]) -> None:
         super().__init__(sites)
         (self.site,) = self.sites
-        self.curvature = torch.zeros(self.site.shape, dtype=torch.float64)
+        self._curvature = Moment(self.site.shape)
         self._spectra: list[Spectrum] | None = None
 
+    @property
+    def curvature(self) -> Tensor:
+        return self._curvature.total
+
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
-        self.curvature += contributions[0].square_sum().reshape(self.site.shape)
+        recent = self._curvature.recent(contributions[0].dtype)
+        recent += contributions[0].square_sum().reshape(self.site.shape)
 
     def gaussian(self, prior: WeightPrior, scale: Tensor) -> DiagonalGaussian:
         return DiagonalGaussian(scale * self.curvature + site_precision(prior, self.site))
@@ -44,7 +50,7 @@ class DiagonalBlock(Block):
         return {"curvature": self.curvature}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        self.curvature = state["curvature"]
+        self._curvature = Moment(self.site.shape, state["curvature"])
         self._spectra = None
 
 

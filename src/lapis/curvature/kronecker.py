@@ -39,8 +39,8 @@ class KroneckerBlock(Block):
         self.sharing = sharing
         groups, outputs, inputs = self.site.shape
         moment = (inputs,) if self.site.kind == "lookup" else (groups, inputs, inputs)
-        self._inputs = Moment(torch.zeros(moment, dtype=torch.float64))
-        self._gradients = Moment(torch.zeros(groups, outputs, outputs, dtype=torch.float64))
+        self._inputs = Moment(moment)
+        self._gradients = Moment((groups, outputs, outputs))
         self.positions = torch.zeros((), dtype=torch.float64)
         self._eigen: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
         self._spectrum: Spectrum | None = None
@@ -116,7 +116,7 @@ class KroneckerBlock(Block):
         return {"inputs": self.inputs, "gradients": self.gradients, "positions": self.positions}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        self._inputs, self._gradients = Moment(state["inputs"]), Moment(state["gradients"])
+        self._inputs, self._gradients = (Moment(state[name].shape, state[name]) for name in ("inputs", "gradients"))
         self.positions = state["positions"]
         self._eigen = self._spectrum = None
 

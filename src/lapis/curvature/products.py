@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,35 +34,41 @@ def add_half_gram(total: Tensor, x: Tensor) -> None:
 
 
 class Moment:
-    """A sum of many matrices: float64, but for the latest few terms, which wait in the precision they came in.
+    """A sum of many arrays: float64, but for the latest few terms, which wait in the precision they came in.
 
-    Adding to float64 costs as much as a narrow product, so it is done for several terms at once.
+    Adding to float64 costs as much as a narrow product, so it is done for several terms at once. No memory is taken
+    before the first term, and none in float64 before the first few are summed.
     """
 
-    def __init__(self, total: Tensor) -> None:
+    def __init__(self, shape: Sequence[int], total: Tensor | None = None) -> None:
+        self._shape = tuple(shape)
         self._total = total
         self._recent: Tensor | None = None
         self._terms = 0
 
     def recent(self, dtype: torch.dtype) -> Tensor:
         """Where to add the next term, in place."""
-        if dtype == self._total.dtype:
-            return self._total
+        if dtype == torch.float64:
+            return self.total
         if self._terms == SETTLE or (self._recent is not None and self._recent.dtype != dtype):
             self._settle()
         if self._recent is None:
-            self._recent = torch.zeros_like(self._total, dtype=dtype)
+            device = None if self._total is None else self._total.device
+            self._recent = torch.zeros(self._shape, dtype=dtype, device=device)
         self._terms += 1
         return self._recent
 
     def _settle(self) -> None:
         if self._recent is not None:
-            self._total += self._recent.to(self._total.dtype)  # one dtype: additions run vectorised
+            exact = self._recent.double()  # one dtype: additions run vectorised
+            self._total = exact if self._total is None else self._total.add_(exact)
         self._recent, self._terms = None, 0
 
     @property
     def total(self) -> Tensor:
         self._settle()
+        if self._total is None:
+            self._total = torch.zeros(self._shape, dtype=torch.float64)
         return self._total
 
 

@@ -122,7 +122,8 @@ def grouped_spectrum(blocks: Sequence[Block], prior: WeightPrior) -> GroupedSpec
 
 
 def to_device(blocks: Sequence[Block], device: torch.device) -> None:
+    """Move new blocks, which are made on the processor and have taken no memory there yet."""
+    if device.type == "cpu":
+        return
     for block in blocks:
-        state = block.state()
-        if any(tensor.device != device for tensor in state.values()):
-            block.load({name: tensor.to(device) for name, tensor in state.items()})
+        block.load({name: tensor.to(device) for name, tensor in block.state().items()})
