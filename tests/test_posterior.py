@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import lapis
 import reference
 from cases import F64, gaussian
+from lapis.curvature import dense
 from lapis.errors import LapisWarning
 from untouched import untouched
 
@@ -351,6 +352,35 @@ def test_little_memory_cuts_the_work_and_not_the_answer(structure: str) -> None:
     assert structure == "dense" or max(seen) < 12
     expected = whole.update((X, Y)).marginal_variance(), whole.functional_variance(X), whole.log_evidence()
     assert all(close(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("groups", ["one", "layer", "weight"])
+def test_few_rows_beside_the_weights_give_the_same_dense_posterior(
+    groups: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Evidence, its gradient and tuning from rows that were never multiplied; then everything that needs the matrix."""
+    model, data = network(), (X[:5], Y[:5])
+
+    def slope(posterior: Any) -> Tensor:
+        precision = torch.linspace(0.5, 2.0, len(posterior.weight_prior.precision), dtype=F64, requires_grad=True)
+        value = posterior.with_prior(lapis.Prior(precision, groups=groups)).log_evidence()
+        return torch.cat([value[None], *torch.autograd.grad(value, precision)]).detach()
+
+    few = fit(model, data, structure="dense", prior=lapis.Prior(0.7, groups=groups))
+    monkeypatch.setattr(dense, "FEW", 0.0)
+    many = fit(model, data, structure="dense", prior=lapis.Prior(0.7, groups=groups))
+    (rows,), (none,) = ([block.few_rows for block in p.curvature.blocks] for p in (few, many))
+    assert none is None
+    assert rows.shape == (10, 26)
+    assert close(slope(few), slope(many), 1e-10)
+    if groups == "one":
+        assert close(few.tune().weight_prior.precision, many.tune().weight_prior.precision, 1e-8)
+    assert few.curvature.blocks[0].few_rows is not None
+    few.save(tmp_path / "few")
+    assert_equal(lapis.load(tmp_path / "few", model), many)
+    assert few.curvature.blocks[0].few_rows is None
+    assert_equal(few.update((X[5:], Y[5:])), many.update((X[5:], Y[5:])))
+    assert_equal(few, many)
 
 
 class TwoInputs(nn.Module):

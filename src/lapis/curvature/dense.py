@@ -210,10 +210,11 @@ def _logdet(matrix: Tensor, factor: Tensor) -> Tensor:
 class _LogDeterminant(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, factor: Tensor) -> Tensor:
-        ctx.save_for_backward(factor)
+        ctx.save_for_backward(matrix, factor)
         return 2 * factor.diagonal().log().sum()
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        (factor,) = ctx.saved_tensors
-        return slope * torch.cholesky_inverse(factor), None
+        matrix, factor = ctx.saved_tensors
+        twice = torch.is_grad_enabled()  # the gradient is to be differentiated, too
+        return slope * (torch.linalg.inv(matrix) if twice else torch.cholesky_inverse(factor)), None
