@@ -363,7 +363,7 @@ def test_few_rows_beside_the_weights_give_the_same_dense_posterior(
 
     def slope(posterior: Any) -> Tensor:
         precision = torch.linspace(0.5, 2.0, len(posterior.weight_prior.precision), dtype=F64, requires_grad=True)
-        value = posterior.with_prior(lapis.Prior(precision, groups=groups)).log_evidence()
+        value = posterior.with_prior(lapis.Prior(precision, groups=groups)).with_noise(0.8).log_evidence()
         return torch.cat([value[None], *torch.autograd.grad(value, precision)]).detach()
 
     few = fit(model, data, structure="dense", prior=lapis.Prior(0.7, groups=groups))
