@@ -38,6 +38,7 @@ class Record:
         self.calls = list({id(call): call for call, _ in uses}.values())
         self.keep_inputs = False
         """Whether what layers take in, such as patches of images, is kept for more seeds of the same batch."""
+        self._found: dict[Site, list[tuple[Call, Use]]] = {}
         self._inputs: dict[int, Tensor] = {}
         self._gradients: dict[tuple[int, ...], tuple[Tensor, dict[str, Tensor]]] = {}
 
@@ -151,10 +152,15 @@ class Record:
         return bool(found) and not lost and all(isinstance(use, kind) for _, use in found)
 
     def _uses(self, site: Site) -> list[tuple[Call, Use]]:
-        wanted = {slot.rows for slot in site.slots}
-        return [
-            (call, use) for call, use in self.uses if wanted & {s.rows for s in (use.weight, use.bias) if s is not None}
-        ]
+        """The uses of a site's weights; looked up once, since every seed asks for them."""
+        if site not in self._found:
+            wanted = {slot.rows for slot in site.slots}
+            self._found[site] = [
+                (call, use)
+                for call, use in self.uses
+                if wanted & {s.rows for s in (use.weight, use.bias) if s is not None}
+            ]
+        return self._found[site]
 
     def _general(self, site: Site, rows: dict[str, Tensor]) -> Rows:
         """Rows of the general rule in the site's order."""
