@@ -59,6 +59,7 @@ class DiagonalGaussian(BlockGaussian):
 
     def __init__(self, precision: Tensor) -> None:
         self.precision = precision
+        self._casts: dict[torch.dtype, Tensor] = {}
 
     def logdet(self) -> Tensor:
         return self.precision.log().sum()
@@ -75,11 +76,17 @@ class DiagonalGaussian(BlockGaussian):
     def variance(self) -> Tensor:
         return self.precision.reciprocal().reshape(-1)
 
+    def _variance(self, dtype: torch.dtype) -> Tensor:
+        """(*site.shape) in the precision of what it is multiplied with, cast once."""
+        if dtype not in self._casts:
+            self._casts[dtype] = self.precision.reciprocal().to(dtype)
+        return self._casts[dtype]
+
     def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
-        return contributions[0].covariance(self.precision.reciprocal().to(contributions[0].dtype), diagonal)
+        return contributions[0].covariance(self._variance(contributions[0].dtype), diagonal)
 
     def joint(self, contributions: Sequence[Contribution]) -> Tensor:
-        return contributions[0].joint(self.precision.reciprocal().to(contributions[0].dtype))
+        return contributions[0].joint(self._variance(contributions[0].dtype))
 
     def matrix(self) -> Tensor:
         return torch.diag(self.precision.reshape(-1))
