@@ -2,11 +2,11 @@
 
 The grid has a decay for each decade, from 1 to 100 and on while the best is at an end. It trains on 90% of the data for
 each, picks the best by the log likelihood of the other 10% (one fold), and trains again on all of it; evidence training
-(`lapis.train`) runs once, on all of it, with one prior precision, or one for each layer. All have the same networks,
-first weights, epochs, optimiser and learning rates. Scored on the test images: the plain network at the weights found
-(accuracy, mean log likelihood, and the gain over the grid's choice with its paired standard error), and the linearised
-Laplace predictive (its prior precision is the decay chosen, or what the evidence found). Results are kept as they come,
-in docs/results/evidence_training.json: a run that was killed goes on from there.
+(`lapis.train`) runs once, on all of it, with a prior precision for each layer (in one case also with one for all). All
+have the same networks, first weights, epochs, optimiser and learning rates. Scored on the test images: the plain
+network at the weights found (accuracy, mean log likelihood, and the gain over the grid's choice with its paired
+standard error), and the linearised Laplace predictive (its prior precision is the decay chosen, or what the evidence
+found). Results are kept as they come, in docs/results/evidence_training.json: a run that was killed goes on from there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ SCRATCH = ROOT / "build" / "evidence_training"
 """Scores image by image, until their differences are taken."""
 EVALUATIONS = {"mlp": 15, "cnn": 7}
 """Times that `lapis.train` tunes, evenly through training, from the first of these on."""
-GROUPS: dict[Literal["one", "layer"], str] = {"one": "one precision", "layer": "by layer"}
+GROUPS: dict[Literal["layer", "one"], str] = {"layer": "by layer", "one": "one precision"}
+ONE = ("mlp", "fashion_mnist")
+"""The case that is tuned with one precision too."""
 TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "mlp": "MLP", "cnn": "CNN"}
 
 
@@ -105,6 +107,11 @@ class Case:
 
     def __post_init__(self) -> None:
         self.x, self.y, self.x_test, self.y_test = images(self.data, self.n, self.n_test, self.seed)
+
+    @property
+    def priors(self) -> dict[Literal["layer", "one"], str]:
+        """Ways of grouping that the evidence tunes, with their titles."""
+        return {groups: name for groups, name in GROUPS.items() if groups == "layer" or (self.kind, self.data) == ONE}
 
     def tried(self, decay: float) -> dict[str, Any]:
         held = len(self.x) // 10
@@ -192,7 +199,7 @@ def rows(case: Case, decay: float, searched: float, results: Results) -> list[tu
     key = f"{case.data} {case.kind}"
     cv = results.get(f"{key} cv {decay:g}", case.retrained, decay)
     found = [(f"CV, decay {decay:g}", cv, None, searched + cv["training_seconds"])]
-    for groups, name in GROUPS.items():
+    for groups, name in case.priors.items():
         mine = results.get(f"{key} {groups}", case.by_evidence, groups)
         gain = results.get(f"{key} gain {groups} over {decay:g}", case.gain, decay, groups)
         found.append((f"evidence, {name}", mine, gain, mine["training_seconds"]))
@@ -246,7 +253,7 @@ def main() -> None:
         axis.semilogx(list(cells), scores, "o-", color=blue, label="grid, 90% of the data")
         retrained = results.held[f"{key} cv {decay:g}"]["log_likelihood"]
         axis.plot(decay, retrained, "*", ms=13, color=blue, label="chosen, all data")
-        for (groups, name), colour in zip(GROUPS.items(), COLOURS[1:], strict=False):
+        for (groups, name), colour in zip(case.priors.items(), COLOURS[1:], strict=False):
             axis.axhline(results.held[f"{key} {groups}"]["log_likelihood"], color=colour, label=f"evidence, {name}")
         axis.set(title=f"{TITLES[data]}, {TITLES[kind]}", xlabel="weight decay")
     axes[0].set_ylabel("test log likelihood")

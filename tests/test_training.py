@@ -394,7 +394,7 @@ def exchanged(model: nn.Sequential, c: float) -> nn.Sequential:
 def test_scale_that_layers_can_exchange_is_invisible_to_layerwise_evidence_but_not_to_the_posterior_mode(
     structure: str,
 ) -> None:
-    """Why precisions of layers drift in training: the evidence leaves c free, the penalty has slope gamma_1 - gamma_2."""
+    """Why layerwise precisions drift in training: evidence leaves c free, the penalty has slope gamma_1 - gamma_2."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
     data = x, torch.cat([x, -x[:, :1]], 1).argmax(1)
