@@ -1,11 +1,12 @@
 """Training with the evidence in the loop against a weight decay chosen by cross-validation, MNIST and Fashion-MNIST.
 
-The grid trains on 90% of the data for each weight decay, picks the best by the log likelihood of the other 10% (one
-fold), and trains again on all of it; evidence training (`lapis.train`) runs once, on all of it, with a prior precision
-for each layer. Both have the same networks, first weights, epochs, optimiser and learning rates. Scored on the test
-images: the plain network at the weights found (accuracy, mean log likelihood), and the linearised Laplace predictive
-(its prior precision is the decay chosen, or what the evidence found). Results are kept as they come, in
-docs/results/evidence_training.json: a run that was killed goes on from there.
+The grid has a decay for each decade, from 1 to 100 and on while the best is at an end. It trains on 90% of the data for
+each, picks the best by the log likelihood of the other 10% (one fold), and trains again on all of it; evidence training
+(`lapis.train`) runs once, on all of it, with a prior precision for each layer (in one case also with one for all). All
+have the same networks, first weights, epochs, optimiser and learning rates. Scored on the test images: the plain
+network at the weights found (accuracy, mean log likelihood, and the gain over the grid's choice with its paired
+standard error), and the linearised Laplace predictive (its prior precision is the decay chosen, or what the evidence
+found). Results are kept as they come, in docs/results/evidence_training.json: a run that was killed goes on from there.
 """
 
 from __future__ import annotations
@@ -16,16 +17,24 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import torch
-from common import COLOURS, RESULTS, arguments, images, report, save, table
+from common import COLOURS, RESULTS, ROOT, arguments, images, report, save, table
 from torch import Tensor, nn
 
 import lapis
 
 RATE, BATCH = 1e-3, 128
+SCRATCH = ROOT / "build" / "evidence_training"
+"""Scores image by image, until their differences are taken."""
+EVALUATIONS = {"mlp": 15, "cnn": 7}
+"""Times that `lapis.train` tunes, evenly through training, from the first of these on."""
+GROUPS: dict[Literal["layer", "one"], str] = {"layer": "by layer", "one": "one precision"}
+ONE = ("mlp", "fashion_mnist")
+"""The case that is tuned with one precision too."""
 TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "mlp": "MLP", "cnn": "CNN"}
 
 
@@ -37,46 +46,57 @@ def network(kind: str, seed: int) -> nn.Sequential:
         )
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, 2, 2), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(), nn.Flatten(),
-        nn.Linear(16 * 49, 32), nn.ReLU(), nn.Linear(32, 10),
-    )  # fmt: skip
+        nn.Linear(16 * 49, 100), nn.ReLU(), nn.Linear(100, 10),
+    ).to(memory_format=torch.channels_last)  # fmt: skip
 
 
-def adam(parameters: list[Tensor], rate: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=rate, fused=True)
+def adam(parameters: list[Tensor], rate: float, decay: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=rate, weight_decay=decay, fused=True)
 
 
 def decayed(kind: str, x: Tensor, y: Tensor, decay: float, epochs: int, seed: int) -> nn.Module:
     """Adam on cross-entropy + decay / (2 N) |theta|^2, with the learning rates of `lapis.train`."""
     model = network(kind, seed)
-    optimiser = adam(list(model.parameters()), RATE)
+    optimiser = adam(list(model.parameters()), RATE, decay / len(x))
     generator = torch.Generator().manual_seed(seed)
     for epoch in range(epochs):
         for group in optimiser.param_groups:
             group["lr"] = RATE * 0.5 * (1 + math.cos(math.pi * epoch / epochs))
         for part in torch.randperm(len(x), generator=generator).split(BATCH):
             optimiser.zero_grad()
-            penalty = sum(p.square().sum() for p in model.parameters()) * decay / (2 * len(x))
-            (nn.functional.cross_entropy(model(x[part]), y[part]) + penalty).backward()
+            nn.functional.cross_entropy(model(x[part]), y[part]).backward()
             optimiser.step()
     return model
 
 
 @torch.no_grad()
-def score(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Accuracy in per cent, and mean log likelihood."""
+def judged(model: nn.Module, x: Tensor, y: Tensor) -> tuple[dict[str, float], Tensor, Tensor]:
+    """Accuracy in per cent and mean log likelihood; and for each image whether it was right, and its log likelihood."""
     logits = torch.cat([model(part) for part in x.split(1000)])
-    accuracy = float((logits.argmax(1) == y).double().mean())
-    return {"accuracy": 100 * accuracy, "log_likelihood": -float(nn.functional.cross_entropy(logits, y))}
+    right, log_likelihood = (logits.argmax(1) == y).double(), -nn.functional.cross_entropy(logits, y, reduction="none")
+    mean = {"accuracy": 100 * float(right.mean()), "log_likelihood": float(log_likelihood.mean())}
+    return mean, right, log_likelihood
 
 
-def linearised(posterior: lapis.LaplacePosterior, x: Tensor, y: Tensor) -> float:
-    parts = zip(x.split(1000), y.split(1000), strict=True)
-    return sum(float(posterior.predict(inputs).log_prob(labels).sum()) for inputs, labels in parts) / len(x)
+def linearised(posterior: lapis.LaplacePosterior, x: Tensor, y: Tensor) -> dict[str, float]:
+    """Mean log likelihood of the Laplace predictive under each link."""
+    links: tuple[Literal["probit", "mc"], ...] = ("probit", "mc")
+    totals = dict.fromkeys(links, 0.0)
+    for inputs, labels in zip(x.split(1000), y.split(1000), strict=True):
+        for link in links:
+            totals[link] += float(posterior.predict(inputs, link=link).log_prob(labels).sum()) / len(x)
+    return {str(link): total for link, total in totals.items()}
+
+
+def paired(first: Tensor, second: Tensor) -> dict[str, float]:
+    """Mean difference, and its standard error over images."""
+    difference = (first - second).double()
+    return {"mean": float(difference.mean()), "se": float(difference.std() / math.sqrt(len(difference)))}
 
 
 @dataclass
 class Case:
-    """One network on one data set: the three pieces of work that are compared."""
+    """One network on one data set: the pieces of work that are compared."""
 
     kind: str
     data: str
@@ -88,34 +108,43 @@ class Case:
     def __post_init__(self) -> None:
         self.x, self.y, self.x_test, self.y_test = images(self.data, self.n, self.n_test, self.seed)
 
+    @property
+    def priors(self) -> dict[Literal["layer", "one"], str]:
+        """Ways of grouping that the evidence tunes, with their titles."""
+        return {groups: name for groups, name in GROUPS.items() if groups == "layer" or (self.kind, self.data) == ONE}
+
     def tried(self, decay: float) -> dict[str, Any]:
         held = len(self.x) // 10
         model = decayed(self.kind, self.x[held:], self.y[held:], decay, self.epochs, self.seed)
-        return {"held_out": score(model, self.x[:held], self.y[:held]), "test": score(model, self.x_test, self.y_test)}
+        return {
+            "held_out": judged(model, self.x[:held], self.y[:held])[0],
+            "test": judged(model, self.x_test, self.y_test)[0],
+        }
 
     def retrained(self, decay: float) -> dict[str, Any]:
+        """On all data, with the decay given."""
+        begun = time.process_time()
         model = decayed(self.kind, self.x, self.y, decay, self.epochs, self.seed)
+        seconds = time.process_time() - begun
         posterior = lapis.laplace(
             model, (self.x, self.y), "classification", structure="kronecker", curvature="sampled", prior=decay,
             batch_size=BATCH,
         )  # fmt: skip
-        return {
-            "test": score(model, self.x_test, self.y_test),
-            "linearised": linearised(posterior, self.x_test, self.y_test),
-        }
+        return self._scored(model, posterior, f"cv {decay:g}", seconds)
 
-    def by_evidence(self) -> dict[str, Any]:
+    def by_evidence(self, groups: Literal["one", "layer"]) -> dict[str, Any]:
+        begun = time.process_time()
         model = network(self.kind, self.seed)
+        step = max(1, self.epochs // EVALUATIONS[self.kind])
         posterior = lapis.train(
-            model, (self.x, self.y), "classification", epochs=self.epochs, burn_in=self.epochs // 5,
-            every=self.epochs // 10, structure="kronecker", curvature="sampled", optimiser=adam, learning_rate=RATE,
-            batch_size=BATCH, seed=self.seed,
+            model, (self.x, self.y), "classification", epochs=self.epochs, burn_in=step, every=step,
+            prior=lapis.Prior(1.0, groups=groups), structure="kronecker", curvature="sampled", optimiser=adam,
+            learning_rate=RATE, batch_size=BATCH, seed=self.seed,
         )  # fmt: skip
+        seconds = time.process_time() - begun
         record = posterior.training
         assert record is not None
-        return {
-            "test": score(model, self.x_test, self.y_test),
-            "linearised": linearised(posterior, self.x_test, self.y_test),
+        return self._scored(model, posterior, groups, seconds) | {
             "precisions": posterior.weight_prior.precision.tolist(),
             "gamma": float(posterior.effective_parameters()),
             "weights": posterior.n_weights,
@@ -124,6 +153,24 @@ class Case:
             "best_epoch": record.best_epoch,
             "held": record.held,
         }
+
+    def _scored(self, model: nn.Module, posterior: lapis.LaplacePosterior, name: str, seconds: float) -> dict[str, Any]:
+        mean, right, log_likelihood = judged(model, self.x_test, self.y_test)
+        SCRATCH.mkdir(parents=True, exist_ok=True)
+        torch.save((right, log_likelihood), self._images(name))
+        return mean | {
+            "train": judged(model, self.x, self.y)[0],
+            "linearised": linearised(posterior, self.x_test, self.y_test),
+            "training_seconds": round(seconds, 1),
+        }
+
+    def _images(self, name: str) -> Path:
+        return SCRATCH / f"{self.data} {self.kind} {self.seed} {len(self.x)} {name}.pt"
+
+    def gain(self, decay: float, groups: str) -> dict[str, Any]:
+        """Evidence - CV on the test images, with standard errors of the mean of paired differences."""
+        mine, cv = (torch.load(self._images(name)) for name in (groups, f"cv {decay:g}"))
+        return {"accuracy": paired(100 * mine[0], 100 * cv[0]), "log_likelihood": paired(mine[1], cv[1])}
 
 
 class Results:
@@ -137,7 +184,7 @@ class Results:
             if found["settings"] == settings:
                 self.held = found
 
-    def get(self, name: str, work: Callable[..., dict[str, Any]], *arguments: float) -> dict[str, Any]:
+    def get(self, name: str, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
         if name not in self.held:
             begun = time.process_time()
             self.held[name] = work(*arguments) | {"cpu_seconds": round(time.process_time() - begun, 1)}
@@ -147,49 +194,75 @@ class Results:
         return found
 
 
+def rows(case: Case, decay: float, searched: float, results: Results) -> list[tuple[str, ...]]:
+    """CV and evidence with one precision and with one for each layer, a row each."""
+    key = f"{case.data} {case.kind}"
+    cv = results.get(f"{key} cv {decay:g}", case.retrained, decay)
+    found = [(f"CV, decay {decay:g}", cv, None, searched + cv["training_seconds"])]
+    for groups, name in case.priors.items():
+        mine = results.get(f"{key} {groups}", case.by_evidence, groups)
+        gain = results.get(f"{key} gain {groups} over {decay:g}", case.gain, decay, groups)
+        found.append((f"evidence, {name}", mine, gain, mine["training_seconds"]))
+    lines = []
+    for name, scores, gain, seconds in found:
+        cells = [f"{TITLES[case.data]}, {TITLES[case.kind]}", name]
+        for score, digits in (("accuracy", 2), ("log_likelihood", 4)):
+            cells.append(f"{scores[score]:.{digits}f}")
+            cells.append("" if gain is None else f"{gain[score]['mean']:+.{digits}f} ± {gain[score]['se']:.{digits}f}")
+        cells += [f"{scores['linearised'][link]:.4f}" for link in ("mc", "probit")]
+        cells.append(f"{scores['train']['log_likelihood']:.4f}")
+        cells.append(", ".join(f"{p:.3g}" for p in scores.get("precisions", [decay])))
+        cells.append(f"{scores['gamma']:,.0f}" if "gamma" in scores else "")
+        lines.append((*cells, f"{seconds:.0f} s"))
+    return lines
+
+
+def search(results: Results, key: str, case: Case, grid: list[float]) -> tuple[dict[float, dict[str, Any]], float]:
+    """Held-out scores by decay, in order, and the best; the grid grows by a decade while its best is at an end."""
+    cells: dict[float, dict[str, Any]] = {}
+    todo = list(grid)
+    while todo:
+        cells |= {decay: results.get(f"{key} decay {decay:g}", case.tried, decay) for decay in todo}
+        best = max(cells, key=lambda decay: cells[decay]["held_out"]["log_likelihood"])
+        todo = [best * 10] if best == max(cells) else [best / 10] if best == min(cells) else []
+    return dict(sorted(cells.items())), best
+
+
+HEAD = (
+    "data, network", "prior", "accuracy", "gain", "log-lik", "gain", "Laplace, mc", "Laplace, probit", "train log-lik",
+    "precisions", "gamma", "CPU",
+)  # fmt: skip
+
+
 def main() -> None:
     chosen = arguments(__doc__)
     warnings.simplefilter("ignore", lapis.LapisWarning)
     n, n_test = (2000, 2000) if chosen.quick else (None, None)
-    epochs = {"mlp": 20, "cnn": 10}
-    grid = [0.1, 10.0, 100.0] if chosen.quick else [1.0, 10.0, 30.0, 100.0]
-    settings = {"n": n, "epochs": epochs, "grid": grid, "seed": chosen.seed, "rate": RATE, "batch": BATCH}
+    epochs = {"mlp": 60, "cnn": 15}
+    settings = {"n": n, "epochs": epochs, "seed": chosen.seed, "rate": RATE, "batch": BATCH}
     results = Results("evidence_training_quick" if chosen.quick else "evidence_training", settings)
     figure, axes = plt.subplots(1, 4, figsize=(13, 3.4), layout="constrained")
-    rows = []
-    pairs = [(kind, data) for kind in ("mlp", "cnn") for data in ("mnist", "fashion_mnist")]
+    lines: list[tuple[str, ...]] = []
+    pairs = [(kind, data) for kind in ("mlp", "cnn") for data in ("fashion_mnist", "mnist")]
     for axis, (kind, data) in zip(axes, pairs, strict=True):
         case, key = Case(kind, data, n, n_test, epochs[kind], chosen.seed), f"{data} {kind}"
-        cells = [results.get(f"{key} decay {decay:g}", case.tried, decay) for decay in grid]
-        decay, _ = max(zip(grid, cells, strict=True), key=lambda pair: pair[1]["held_out"]["log_likelihood"])
-        again = results.get(f"{key} retrained {decay:g}", case.retrained, decay)
-        mine = results.get(f"{key} evidence", case.by_evidence)
-        cost = sum(cell["cpu_seconds"] for cell in cells) + again["cpu_seconds"]
-        rows.append((
-            TITLES[data], TITLES[kind], f"{decay:g}",
-            f"{again['test']['accuracy']:.2f}", f"{mine['test']['accuracy']:.2f}",
-            f"{again['test']['log_likelihood']:.4f}", f"{mine['test']['log_likelihood']:.4f}",
-            f"{again['linearised']:.4f}", f"{mine['linearised']:.4f}",
-            ", ".join(f"{p:.3g}" for p in mine["precisions"]), f"{mine['gamma']:,.0f} of {mine['weights']:,}",
-            f"{cost:.0f} s", f"{mine['cpu_seconds']:.0f} s",
-        ))  # fmt: skip
-        blue, red = COLOURS[:2]
-        scores = [cell["test"]["log_likelihood"] for cell in cells]
-        axis.semilogx(grid, scores, "o-", color=blue, label="grid, 90% of the data")
-        axis.plot(decay, again["test"]["log_likelihood"], "*", ms=13, color=blue, label="chosen, all data")
-        axis.axhline(mine["test"]["log_likelihood"], color=red, label="by the evidence")
+        cells, decay = search(results, key, case, [1.0, 10.0, 100.0])
+        lines += rows(case, decay, sum(cell["cpu_seconds"] for cell in cells.values()), results)
+        blue = COLOURS[0]
+        scores = [cell["test"]["log_likelihood"] for cell in cells.values()]
+        axis.semilogx(list(cells), scores, "o-", color=blue, label="grid, 90% of the data")
+        retrained = results.held[f"{key} cv {decay:g}"]["log_likelihood"]
+        axis.plot(decay, retrained, "*", ms=13, color=blue, label="chosen, all data")
+        for (groups, name), colour in zip(case.priors.items(), COLOURS[1:], strict=False):
+            axis.axhline(results.held[f"{key} {groups}"]["log_likelihood"], color=colour, label=f"evidence, {name}")
         axis.set(title=f"{TITLES[data]}, {TITLES[kind]}", xlabel="weight decay")
     axes[0].set_ylabel("test log likelihood")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     save(figure, "evidence_training", chosen)
-    head = (
-        "data", "network", "decay", "acc, CV", "acc, evidence", "log-lik, CV", "log-lik, evidence", "linearised, CV",
-        "linearised, evidence", "precisions found", "gamma", "CPU, CV", "CPU, evidence",
-    )  # fmt: skip
-    size, decays = "All 60,000" if n is None else f"{n:,}", ", ".join(f"{decay:g}" for decay in grid)
+    size = "All 60,000" if n is None else f"{n:,}"
     text = (
-        f"{size} training images, {epochs['mlp']} epochs (MLP) and {epochs['cnn']} (CNN), decay grid {decays}.\n\n"
-        f"{table(head, rows)}"
+        f"{size} training images, {epochs['mlp']} epochs (MLP) and {epochs['cnn']} (CNN), one decay a decade. "
+        f"Gains are evidence - CV, ± one standard error over test images, paired.\n\n{table(HEAD, lines)}"
     )
     report("evidence_training", text, chosen)
 

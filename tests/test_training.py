@@ -379,3 +379,48 @@ def test_constant_prediction_is_the_best_there_is() -> None:
     assert found == pytest.approx(float((share * share.log()).sum()), rel=1e-6)
     same_everywhere = torch.ones(10, 1, 1, dtype=torch.float64)
     assert math.isfinite(constant_log_likelihood(lapis.Gaussian(), [same_everywhere], 1, noise=True))
+
+
+def exchanged(model: nn.Sequential, c: float) -> nn.Sequential:
+    """The first layer times c, the second by it: the same function, for ReLU and no biases."""
+    other = nn.Sequential(nn.Linear(3, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False)).double()
+    with torch.no_grad():
+        other[0].weight.copy_(model[0].weight * c)
+        other[2].weight.copy_(model[2].weight / c)
+    return other
+
+
+@pytest.mark.parametrize("structure", ["dense", "kronecker"])
+def test_scale_that_layers_can_exchange_is_invisible_to_layerwise_evidence_but_not_to_the_posterior_mode(
+    structure: str,
+) -> None:
+    """Why layerwise precisions drift in training: evidence leaves c free, the penalty has slope gamma_1 - gamma_2."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
+    data = x, torch.cat([x, -x[:, :1]], 1).argmax(1)
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False)).double()
+    optimiser = torch.optim.Adam(model.parameters(), 0.03)
+    for _ in range(60):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), data[1]).backward()
+        optimiser.step()
+
+    def tuned(c: float, groups: str) -> lapis.LaplacePosterior:
+        posterior = lapis.laplace(exchanged(model, c), data, "classification", structure=structure)
+        return posterior.tune(groups=groups)
+
+    here, there = tuned(1.0, "layer"), tuned(3.0, "layer")
+    assert float(there.log_evidence()) == pytest.approx(float(here.log_evidence()), abs=1e-5)
+    ratio = there.weight_prior.precision / here.weight_prior.precision
+    torch.testing.assert_close(ratio, torch.tensor([1 / 9, 9.0]).to(ratio), rtol=1e-3, atol=0)
+    torch.testing.assert_close(there.functional_variance(x), here.functional_variance(x), rtol=1e-3, atol=0)
+    gamma = here.effective_parameters(per_group=True)
+    log_c = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    first, second = here.weight_prior.precision
+    penalty = 0.5 * first * (model[0].weight.detach() * log_c.exp()).square().sum()
+    penalty = penalty + 0.5 * second * (model[2].weight.detach() / log_c.exp()).square().sum()
+    (slope,) = torch.autograd.grad(penalty, log_c)
+    assert float(slope) == pytest.approx(float(gamma[0] - gamma[1]), rel=1e-3)
+    assert abs(float(slope)) > 1
+    assert abs(float(tuned(3.0, "one").log_evidence() - tuned(1.0, "one").log_evidence())) > 1

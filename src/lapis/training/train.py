@@ -74,7 +74,8 @@ def train(
     Args:
         data: a pair (inputs, targets) or a Dataset, shuffled anew every epoch, or a DataLoader or list of batches,
             which keep their own way.
-        prior: where the precisions start; one for each layer, at 1, when not given.
+        prior: where the precisions start; one for each layer, at 1, when not given. Layers that can exchange scale
+            (ReLU) let these drift for as long as training lasts; one for all, `Prior(1.0)`, settles.
         structure: see `lapis.laplace`; so are `curvature` and `memory_budget`.
         optimiser: "adam", "sgd" (momentum 0.9), or a function of (parameters, learning rate).
         schedule: how the learning rate goes down: "cosine" to zero, or "constant".
