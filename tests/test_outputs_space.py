@@ -224,3 +224,25 @@ def test_outputs_space_is_used_while_it_fits() -> None:
     assert OutputKernel.suits(jacobian(needed))
     assert not OutputKernel.suits(jacobian(needed - 1))
     assert not OutputKernel.suits(jacobian(2**30, copies=2)), "72 outputs, 143 weights"
+
+
+@pytest.mark.parametrize("outputs_space", [True, False])
+def test_start_at_the_mode_ends_there_at_once(outputs_space: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not outputs_space:
+        monkeypatch.setattr(OutputKernel, "suits", lambda jacobian: False)
+    model, x, y = problem("classification")
+    posterior = lapis.laplace(model, (x, y), "classification")
+    first = posterior.at_tangent_mode((x, y))
+    assert first.tangent is not None
+    assert first.mode is not None
+    assert (first.tangent.dual is not None) == outputs_space
+    assert first.tangent.iterations > 1
+    again = posterior.at_tangent_mode((x, y), start=first.mode)
+    assert again.tangent is not None
+    assert again.tangent.iterations <= 1
+    torch.testing.assert_close(again.mode, first.mode, rtol=1e-6, atol=1e-8)
+    away = posterior.at_tangent_mode((x, y), start=first.mode + 1.0)
+    torch.testing.assert_close(away.mode, first.mode, rtol=1e-6, atol=1e-7)
+    for wrong in (first.mode[1:], first.mode * torch.nan):
+        with pytest.raises(lapis.OptionError, match="cannot start there"):
+            posterior.at_tangent_mode((x, y), start=wrong)

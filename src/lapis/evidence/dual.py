@@ -62,6 +62,12 @@ class DualModel:
         """theta = m + Lambda^-1 J^T a, (P,)."""
         return prior.mean + self.kernel.backward(dual) / prior.vector()
 
+    def dual_at(self, weights: Tensor, likelihood: Likelihood, temperature: float) -> Tensor:
+        """-l'(f) / T (M,) at the linear model's outputs for some weights: theirs, if they are a mode."""
+        f = self.at_centre + self.kernel.forward(weights - self.centre)
+        pairs = zip(self.split(f), self.targets, strict=True)
+        return -torch.cat([likelihood.gradient(part, y).flatten() for part, y in pairs]) / temperature
+
     def minimise(
         self,
         likelihood: Likelihood,

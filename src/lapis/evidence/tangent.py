@@ -19,6 +19,7 @@ from torch import Tensor
 from lapis.batches import Batch
 from lapis.curvature.jacobian import Jacobian
 from lapis.curvature.kernel import OutputKernel
+from lapis.errors import OptionError
 from lapis.evidence.dual import DualModel
 from lapis.likelihoods import Likelihood
 from lapis.priors import WeightPrior
@@ -68,6 +69,21 @@ class TangentProblem:
             likelihood.targets(batch.targets, f, shape)
             for batch, f, shape in zip(batches, jacobian.outputs, jacobian.shapes, strict=True)
         ]
+
+    def begin(self, weights: Tensor | None) -> TangentMode | None:
+        """Weights (P,) as a place to start from."""
+        if weights is None:
+            return None
+        size = self.jacobian.size
+        if tuple(weights.shape) != (size,) or not bool(torch.isfinite(weights).all()):
+            raise OptionError(
+                "The search for theta* cannot start there",
+                expected=f"finite weights ({size},), in the order of the posterior's mean",
+                got=f"shape {tuple(weights.shape)}" if weights.shape != (size,) else "values that are not finite",
+                do="leave start out to begin from the trained weights",
+            )
+        none = torch.zeros(0, dtype=torch.float64, device=self.centre.device)
+        return TangentMode(weights.to(self.centre), none, False, float("inf"), 0, 0, "a start", None, self)
 
     def solve(
         self,
@@ -142,9 +158,10 @@ class TangentProblem:
         start: TangentMode | None,
         max_iterations: int,
     ) -> TangentMode:
-        found = model.minimise(
-            likelihood, prior, temperature, self.tolerance, None if start is None else start.dual, max_iterations
-        )
+        dual = None if start is None else start.dual
+        if start is not None and dual is None:
+            dual = model.dual_at(start.weights, likelihood, temperature)
+        found = model.minimise(likelihood, prior, temperature, self.tolerance, dual, max_iterations)
         weights = model.weights(found.dual, prior)
         return TangentMode(
             weights,
