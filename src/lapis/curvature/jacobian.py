@@ -113,6 +113,12 @@ class Jacobian:
         part._rows = [self._rows[place] for place in places]
         return part
 
+    def keeping(self) -> Jacobian:
+        """The same Jacobian with its rows kept, whatever they take."""
+        part = self.at(range(len(self.batches)))
+        part.keeps = True
+        return part
+
     # products --------------------------------------------------------------------------------------
 
     def forward(self, vectors: Tensor) -> list[Tensor]:

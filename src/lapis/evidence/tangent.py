@@ -1,28 +1,30 @@
 """The mode theta* of the tangent linear model, which the evidence of modern networks is taken at.
 
 theta* = argmin sum_n l(f_n + J_n (theta - t), y_n) / T + 1/2 |theta - m|^2_Lambda: convex when l is convex in f,
-whatever the network. Found by Newton's method; each step is solved by conjugate gradients, preconditioned with the
-posterior's own precision, so that a Gaussian likelihood with the dense structure takes one product. t stays the
-linearisation point.
+whatever the network. Found by Newton's method. Where outputs are few, each step is exact, in the outputs' space
+(`lapis.evidence.dual`), and another prior takes no pass over the data. Elsewhere a step is solved by conjugate
+gradients, preconditioned with the posterior's own precision, so that a Gaussian likelihood with the dense structure
+takes one product. t stays the linearisation point.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lapis.batches import Batch
 from lapis.curvature.jacobian import Jacobian
+from lapis.curvature.kernel import OutputKernel
+from lapis.errors import OptionError
+from lapis.evidence.dual import DualModel
 from lapis.likelihoods import Likelihood
 from lapis.priors import WeightPrior
 
 Solve = Callable[[Tensor], Tensor]
-
-FEW_OUTPUTS = 500
-"""Up to this many outputs in all, and half as many as weights, the preconditioner is exact, in the outputs' space."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,10 @@ class TangentMode:
     """Nats by which the loss could still fall: half the squared gradient in the posterior's metric."""
     iterations: int
     products: int
-    """Passes over the data, each one J v and one J^T u."""
+    """Passes over the data, each one J v and one J^T u; one, for J itself, in the outputs' space."""
     reason: str
+    dual: Tensor | None = field(default=None, repr=False, compare=False)
+    """a (M,) with theta* = m + Lambda^-1 J^T a, when it was found in the outputs' space."""
     problem: TangentProblem | None = field(default=None, repr=False, compare=False)
 
 
@@ -66,6 +70,21 @@ class TangentProblem:
             for batch, f, shape in zip(batches, jacobian.outputs, jacobian.shapes, strict=True)
         ]
 
+    def begin(self, weights: Tensor | None) -> TangentMode | None:
+        """Weights (P,) as a place to start from."""
+        if weights is None:
+            return None
+        size = self.jacobian.size
+        if tuple(weights.shape) != (size,) or not bool(torch.isfinite(weights).all()):
+            raise OptionError(
+                "The search for theta* cannot start there",
+                expected=f"finite weights ({size},), in the order of the posterior's mean",
+                got=f"shape {tuple(weights.shape)}" if weights.shape != (size,) else "values that are not finite",
+                do="leave start out to begin from the trained weights",
+            )
+        none = torch.zeros(0, dtype=torch.float64, device=self.centre.device)
+        return TangentMode(weights.to(self.centre), none, False, float("inf"), 0, 0, "a start", None, self)
+
     def solve(
         self,
         likelihood: Likelihood,
@@ -73,14 +92,15 @@ class TangentProblem:
         temperature: float,
         precondition: Solve,
         *,
-        start: Tensor | None = None,
+        start: TangentMode | None = None,
         max_iterations: int = 50,
     ) -> TangentMode:
-        """Newton steps from `start` (t when not given) until `remaining` is at most the tolerance."""
-        precondition = self._few_outputs(likelihood, prior, temperature) or precondition
+        """Newton steps from `start` (t, or m in the outputs' space) until `remaining` is at most the tolerance."""
+        if self._dual is not None:
+            return self._in_outputs(self._dual, likelihood, prior, temperature, start, max_iterations)
         max_products = self.max_products
         loss = _Loss(self, likelihood, prior, temperature)
-        theta = self.centre if start is None else start
+        theta = self.centre if start is None else start.weights
         f = loss.outputs(theta)
         value = loss.value(f, theta)
         nats = self.tolerance * max(1.0, abs(value))
@@ -121,29 +141,39 @@ class TangentProblem:
             0
         )
         converged = remaining <= nats
-        return TangentMode(theta, statistics, converged, remaining, iteration, products, reason, self)
+        return TangentMode(theta, statistics, converged, remaining, iteration, products, reason, None, self)
 
-    def _few_outputs(self, likelihood: Likelihood, prior: WeightPrior, temperature: float) -> Solve | None:
-        """The exact inverse of the precision at t where outputs are few beside the weights, in their space:
-
-        (Lambda + U^T U)^-1 = Lambda^-1 - Lambda^-1 U^T (I + U Lambda^-1 U^T)^-1 U Lambda^-1 with U = S^T J / sqrt(T).
-        """
-        size = self.jacobian.size
-        if not self.jacobian.keeps or self.jacobian.n_outputs > min(size // 2, FEW_OUTPUTS):
+    @cached_property
+    def _dual(self) -> DualModel | None:
+        if not OutputKernel.suits(self.jacobian):
             return None
-        parts = []
-        for rows, f, y in zip(self.jacobian.rows(), self.jacobian.outputs, self.targets, strict=True):
-            factor = likelihood.factor(f, y) / temperature**0.5
-            parts.append((factor.mT @ rows.double()).reshape(-1, size))
-        scaled = torch.cat(parts) / prior.vector()
-        u = scaled * prior.vector()
-        inner = torch.linalg.cholesky(torch.eye(len(u), dtype=u.dtype, device=u.device) + scaled @ u.T)
+        return DualModel(OutputKernel(self.jacobian), self.targets, self.centre)
 
-        def solve(vector: Tensor) -> Tensor:
-            correction = torch.cholesky_solve((scaled @ vector)[:, None], inner)[:, 0] @ scaled
-            return vector / prior.vector() - correction
-
-        return solve
+    def _in_outputs(
+        self,
+        model: DualModel,
+        likelihood: Likelihood,
+        prior: WeightPrior,
+        temperature: float,
+        start: TangentMode | None,
+        max_iterations: int,
+    ) -> TangentMode:
+        dual = None if start is None else start.dual
+        if start is not None and dual is None:
+            dual = model.dual_at(start.weights, likelihood, temperature)
+        found = model.minimise(likelihood, prior, temperature, self.tolerance, dual, max_iterations)
+        weights = model.weights(found.dual, prior)
+        return TangentMode(
+            weights,
+            found.statistics,
+            found.converged,
+            found.remaining,
+            found.iterations,
+            1,
+            found.reason,
+            found.dual,
+            self,
+        )
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ def _with(posterior: ImplicitPosterior, precision: Tensor, base: Tensor | None, 
     changed = replace(posterior, **changes, tuning=None)
     if posterior.tangent is None:
         return changed
-    return replace(changed, tangent=tangent_mode(changed, posterior.tangent.problem, posterior.tangent.weights))
+    return replace(changed, tangent=tangent_mode(changed, posterior.tangent.problem, posterior.tangent))
 
 
 def tangent_problem(posterior: ImplicitPosterior, tolerance: float | None, max_products: int) -> TangentProblem:
@@ -192,7 +192,9 @@ def tangent_problem(posterior: ImplicitPosterior, tolerance: float | None, max_p
     )
 
 
-def tangent_mode(posterior: ImplicitPosterior, problem: TangentProblem | None, start: Tensor | None) -> TangentMode:
+def tangent_mode(
+    posterior: ImplicitPosterior, problem: TangentProblem | None, start: TangentMode | None
+) -> TangentMode:
     """theta* under the posterior's prior and noise."""
     if problem is None:
         problem = tangent_problem(posterior, None, 2000)

@@ -170,6 +170,7 @@ class LaplacePosterior(GaussianPosterior):
         batch_size: int | None = None,
         tolerance: float | None = None,
         max_products: int = 2000,
+        start: Tensor | None = None,
     ) -> LaplacePosterior:
         """The posterior whose evidence is taken at the mode theta* of the tangent linear model; `tangent` tells of it.
 
@@ -177,10 +178,16 @@ class LaplacePosterior(GaussianPosterior):
         noise, for the data of the fit. t stays the linearisation point, `mean` and the centre of predictions. Trained
         networks are seldom at a mode, and with normalisation layers there is none: the evidence at t then misleads.
         `at_tangent_mode(data).tune()` goes to the joint optimum of theta*, prior and noise.
+
+        Args:
+            tolerance: nats, times the loss where that is above one, by which the loss may still fall; by default 1e-16
+                for a float64 network and 1e-5 for float32.
+            max_products: passes over the data, at most, for each theta*.
+            start: weights (P,) to begin from; t when not given, or the prior's mean in the outputs' space.
         """
         self._check_model()
         problem = tuning.tangent_problem(self, data, batch_size, tolerance, max_products)
-        return tuning.checked(tuning.at_mode(self, problem))
+        return tuning.checked(tuning.at_mode(self, problem, problem.begin(start)))
 
     def solve(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (P,) or (k, P), float64."""

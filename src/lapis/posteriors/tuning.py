@@ -16,7 +16,7 @@ from lapis.curvature.block import common_group
 from lapis.curvature.dense import DenseBlock
 from lapis.curvature.jacobian import Jacobian
 from lapis.errors import DataError, LapisWarning, OptionError
-from lapis.evidence import Evaluate, SpectralEvidence, TangentProblem, evaluate
+from lapis.evidence import Evaluate, SpectralEvidence, TangentMode, TangentProblem, evaluate
 from lapis.evidence import tune as maximise
 from lapis.priors import Groups, Prior
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lapis.posteriors.laplace import LaplacePosterior
 
 ROWS_BYTES = 2**29
-"""Most memory that the Jacobian's rows take in the search for theta*, which multiplies with them many times."""
+"""Most memory that the Jacobian's rows take in the search for theta* by products, which multiplies with them often."""
 
 Fitted = TypeVar("Fitted", bound="GaussianPosterior")
 
@@ -122,7 +122,7 @@ def candidates(posterior: LaplacePosterior, count: int, noise: bool) -> Callable
             changes["likelihood"] = posterior.likelihood.with_noise(base.detach() * values[count].to(base.device))
         changed = replace(posterior, **changes, tuning=None)
         if latest is not None:
-            changed = at_mode(changed, latest.problem, latest.weights)
+            changed = at_mode(changed, latest.problem, latest)
             latest = changed.tangent
         return changed
 
@@ -132,7 +132,7 @@ def candidates(posterior: LaplacePosterior, count: int, noise: bool) -> Callable
 def at_mode(
     posterior: LaplacePosterior,
     problem: TangentProblem | None,
-    start: Tensor | None = None,
+    start: TangentMode | None = None,
 ) -> LaplacePosterior:
     """The posterior with theta* under its own prior and noise."""
     assert problem is not None
