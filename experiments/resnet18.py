@@ -7,6 +7,7 @@ is linear in their number (measured below), and two cores do no more in ten minu
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import sys
@@ -30,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.cases import resnet
 
 CLASSES = 100
+DRAWS = 4
 
 
 def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -67,15 +69,39 @@ def peak(work: Callable[[], object]) -> float:
     return status("VmHWM") - before
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, batch: int, epochs: int) -> None:
-    model.train()
+def settle(model: nn.Module, x: Tensor) -> None:
+    """Batch norm's running statistics as those of all of `x`: a few steps leave them far off, and gradients huge."""
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    kept = [module.momentum for module in norms]
+    for module in norms:
+        module.momentum = 1.0
+    with torch.no_grad():
+        model.train()(x)
+    for module, momentum in zip(norms, kept, strict=True):
+        module.momentum = momentum
+    model.eval()
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, batch: int, epochs: int, loss: float = 0.0) -> float:
+    """Epochs of SGD, until the loss in evaluation mode is below `loss`; that loss. Not to 0: saturated outputs have no
+    curvature, and a posterior would learn nothing from them.
+    """
     optimiser = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    now = float("inf")
     for _ in range(epochs):
+        model.train()
         for start in range(0, len(x), batch):
             optimiser.zero_grad()
             nn.functional.cross_entropy(model(x[start : start + batch]), y[start : start + batch]).backward()
             optimiser.step()
-    model.eval()
+        model.eval()
+        if loss > 0:
+            settle(model, x)
+            with torch.no_grad():
+                now = float(nn.functional.cross_entropy(model(x), y))
+            if now < loss:
+                break
+    return now
 
 
 def epoch(posterior: lapis.ImplicitPosterior, batch: int, k: int) -> tuple[float, float]:
@@ -97,27 +123,13 @@ def epoch(posterior: lapis.ImplicitPosterior, batch: int, k: int) -> tuple[float
     return found[0], memory + held
 
 
-def main() -> None:
-    chosen = arguments(__doc__)
-    warnings.simplefilter("ignore", lapis.LapisWarning)
-    torch.manual_seed(chosen.seed)
-    widths = (8, 16, 32, 64) if chosen.quick else (64, 128, 256, 512)
-    count, batch, epochs = (16, 8, 40) if chosen.quick else (32, 16, 25)
-    x, y = data(count + 16, chosen.seed)
-    x_test, x, y = x[count:], x[:count], y[:count]
-    model = resnet(widths, blocks=2, outputs=CLASSES)
-    train(model, x, y, batch, epochs)
-    training = min(seconds(lambda: train(model, x, y, batch, 1)) for _ in range(2))
-    with torch.no_grad():
-        accuracy = float((model(x).argmax(1) == y).float().mean())
+def costs(model: nn.Module, x: Tensor, y: Tensor, batch: int, widths: tuple[int, ...]) -> list[str]:
+    """An epoch of draws beside one of training, its memory, and how a product grows."""
+    scratch = copy.deepcopy(model)
+    training = min(seconds(lambda: train(scratch, x, y, batch, 1)) for _ in range(2))
     posterior = lapis.laplace(model, (x, y), "classification", structure="implicit", prior=1.0, batch_size=batch)
-    size = posterior.n_weights
+    size, count = posterior.n_weights, len(x)
     block = 4 * size / 2**20
-    lines = [
-        f"{size:,} weights, {CLASSES} outputs, {count} images, minibatches of {batch}; training accuracy "
-        f"{accuracy:.2f}, one training epoch {training:.2f} s. One weight vector takes {block:.1f} MB.",
-        "",
-    ]
     rows = []
     for k in (1, 8):
         time_, memory = epoch(posterior, batch, k)
@@ -126,8 +138,13 @@ def main() -> None:
             (k, f"{time_:.2f}", f"{time_ / training / k:.2f}", target, f"{memory:.0f}", f"{memory / (k * block):.1f}")
         )
     head = ("draws", "s an epoch", "training epochs a draw", "target", "peak MB", "of K P 4 bytes")
-    lines += ["One epoch of SGD on the low-noise objective:", "", table(head, rows), ""]
-
+    lines = [
+        f"One epoch of SGD on the low-noise objective over {count} images in minibatches of {batch} (a training epoch: "
+        f"{training:.2f} s; one weight vector: {block:.1f} MB):",
+        "",
+        table(head, rows),
+        "",
+    ]
     rows = []
     for images in (count // 4, count // 2, count):
         part = ImplicitCurvature(
@@ -146,35 +163,77 @@ def main() -> None:
         rows.append(
             (f"P = {part.network.size:,}", f"{spent:.1f} ({spent / part.network.size * 1e6:.1f} a million weights)")
         )
-    lines += ["One product with the GGN:", "", table(("size", "ms an image"), rows), ""]
+    return [*lines, "One product with the GGN:", "", table(("size", "ms an image"), rows), ""]
 
-    loose = posterior.with_solver(space="weights", tolerance=0.01, max_iterations=60 if chosen.quick else 30)
+
+def tuned_at(posterior: lapis.ImplicitPosterior, rounds: int) -> tuple[lapis.ImplicitPosterior, str]:
+    """The posterior tuned from one draw, and how that went."""
     start = time.process_time()
-    tuned = loose.tune(draws=1, rounds=2 if chosen.quick else 3, tolerance=0.05)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tuned = posterior.at_tangent_mode(tolerance=1e-3, max_products=60).tune(draws=1, rounds=rounds, tolerance=0.1)
     spent = time.process_time() - start
-    path = ", ".join(f"{values[0]:.3g}" for values in tuned.tuning.path)
-    lines += [
-        f"Tuning from one draw, at t, solved in the space of {loose.space} to {loose.solver.tolerance:g} or "
-        f"{loose.solver.max_iterations} iterations: prior precision 1 -> {path}; gamma {tuned.tuning.gamma[0]:.1f}; "
-        f"{spent:.0f} s = {spent / training:.0f} training epochs.",
+    tuning, tangent, mode = tuned.tuning, tuned.tangent, posterior.mean.double()
+    assert tuning is not None
+    assert tangent is not None
+    path = ", ".join(f"{values[0]:.3g}" for values in tuning.path)
+    unsolved = sum("relative residual" in str(w.message) for w in said)
+    text = (
+        f"Tuning from one draw at theta*, solved in the space of {posterior.space} to a residual of "
+        f"{posterior.solver.tolerance:g} ({'reached in every round' if not unsolved else f'missed {unsolved} times'}): "
+        f"prior precision {float(posterior.weight_prior.precision[0]):g} -> {path} "
+        f"({'converged' if tuning.converged else 'not converged'}: {tuning.reason}); gamma {tuning.gamma[0]:.1f}; "
+        f"|theta*|^2 = {float(tangent.weights.square().sum()):.3g} where |t|^2 = {float(mode @ mode):.3g}; theta* is "
+        f"{tangent.reason}; {spent:.0f} s."
+    )
+    return tuned, text
+
+
+def main() -> None:
+    chosen = arguments(__doc__)
+    warnings.simplefilter("ignore", lapis.LapisWarning)
+    torch.manual_seed(chosen.seed)
+    widths = (8, 16, 32, 64) if chosen.quick else (64, 128, 256, 512)
+    few, count, batch, rounds = (16, 16, 8, 8) if chosen.quick else (8, 32, 16, 5)
+    x, y = data(count + 16, chosen.seed)
+    x_test, x, y = x[count:], x[:count], y[:count]
+    model = resnet(widths, blocks=2, outputs=CLASSES)
+    loss = train(model, x[:few], y[:few], batch, 100, 0.3)
+    with torch.no_grad():
+        accuracy = float((model(x[:few]).argmax(1) == y[:few]).float().mean())
+    data_ = (x[:few], y[:few])
+    posterior = lapis.laplace(model, data_, "classification", structure="implicit", prior=1000.0, batch_size=batch)
+    lines = [
+        f"{posterior.n_weights:,} weights, {CLASSES} outputs, trained on {few} images to a loss of {loss:.2f} "
+        f"(accuracy {accuracy:.2f}).",
         "",
     ]
+    sys.stderr.write(lines[0] + "\n")
+    tuned, text = tuned_at(posterior.with_solver(tolerance=0.02, max_iterations=300), rounds)
+    sys.stderr.write(text + "\n")
     start = time.process_time()
-    drawn = tuned.draw(1)
-    residuals = max(drawn.drawing.residuals)
+    drawn = tuned.draw(DRAWS)
     spent = time.process_time() - start
     noise = torch.randn(x_test.shape, generator=torch.Generator().manual_seed(1))
-    rows = [
-        (name, f"{float(drawn.functional_variance(images, diagonal=True).mean()):.3g}")
-        for name, images in (("training images", x[:16]), ("other images", x_test), ("white noise", noise))
-    ]
+    rows = []
+    for name, images in (("training images", x[:few]), ("other images", x_test), ("white noise", noise)):
+        variance = float(drawn.functional_variance(images, diagonal=True).mean())
+        with torch.no_grad():
+            point = float(model(images).softmax(-1).amax(-1).mean())
+        probs = drawn.predict(images).probs
+        rows.append((name, f"{variance:.3g}", f"{point:.2f}", f"{float(probs.amax(-1).mean()):.2f}"))
     lines += [
-        f"One draw under that prior by CG: {spent:.0f} s, relative residual {residuals:.2g}. "
-        "Mean predictive variance of a logit:",
+        text,
         "",
-        table(("inputs", "variance"), rows),
+        f"{DRAWS} draws under that prior by CG: {spent:.0f} s, {max(drawn.drawing.iterations)} iterations, relative "
+        f"residual {max(drawn.drawing.residuals):.2g}. Mean over inputs and logits:",
+        "",
+        table(("inputs", "variance of a logit", "largest probability at t", "and predicted"), rows),
+        "",
     ]
-    report("resnet18", "\n".join(lines), chosen)
+    sys.stderr.write("\n".join(lines) + "\n")
+    lines += costs(model, x, y, batch, widths)
+    report("resnet18", "\n".join(lines).rstrip(), chosen)
 
 
 if __name__ == "__main__":

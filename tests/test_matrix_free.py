@@ -198,6 +198,26 @@ def test_the_space_is_the_smaller_one() -> None:
     assert fewer.space == "outputs"
 
 
+@pytest.mark.parametrize("space", ["weights", "outputs"])
+def test_marginal_variances_lie_within_their_standard_errors(space: Any) -> None:
+    """68 t variables with 255 degrees of freedom, each beyond 6 with probability 7e-9: 5e-7 in all."""
+    posterior, model, x, y = small_problem()
+    dense = lapis.laplace(model, (x, y), "classification", structure="dense").marginal_variance().double()
+    found = posterior.with_solver(space=space).marginal_variance_estimate(probes=256, generator=generator(1))
+    assert float(((found.value - dense).abs() / found.standard_error).max()) < 6
+    assert float(found.standard_error.max()) < 0.1 * float(dense.max())
+    close(posterior.marginal_variance(), posterior.marginal_variance_estimate().value)
+
+
+def test_marginal_variances_without_curvature_are_the_priors() -> None:
+    """A network whose outputs ignore the weights: no probe is noisy."""
+    model = nn.Linear(3, 1).double()
+    posterior = lapis.laplace(model, (torch.zeros(4, 3, dtype=F64), draw(1, 4, 1)), "regression", structure="implicit")
+    found = posterior.with_prior(4.0).marginal_variance_estimate(probes=2)
+    close(found.value[:3], torch.full((3,), 0.25, dtype=F64))
+    assert float(found.standard_error.max()) < 1e-12
+
+
 def test_a_kronecker_preconditioner_changes_the_work_and_not_the_answer() -> None:
     posterior, model, x, y = small_problem(prior=1e-3)
     kronecker = lapis.laplace(model, (x, y), "classification", structure="kronecker")

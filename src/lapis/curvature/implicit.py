@@ -9,11 +9,10 @@ B = I + G Lambda^-1 G^T, M unknowns, which needs no inverse of a singular S S^T)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, overload
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -39,18 +38,6 @@ Space = Literal["weights", "outputs"]
 
 KEPT_FACTORS = 64 * 2**20
 """Factors S are kept up to this many bytes; beyond, each product computes them anew from the outputs."""
-
-
-_KNOWN: WeakKeyDictionary[Network, Any] = WeakKeyDictionary()
-
-
-def jacobian_of(
-    network: Network, canonical: Callable[[Tensor], Tensor], batches: Sequence[Batch], memory_budget: int
-) -> Jacobian:
-    """The Jacobian of some batches; the fastest way to multiply is found once a network, not once for every call."""
-    found = Jacobian(network, canonical, batches, memory_budget=memory_budget)
-    found._known = _KNOWN.setdefault(network, found._known)
-    return found
 
 
 class Factors(Sequence[Tensor]):
@@ -97,7 +84,7 @@ class ImplicitCurvature:
             signature,
             memory_budget,
         )
-        self.jacobian = jacobian_of(network, likelihood.canonical, batches, memory_budget)
+        self.jacobian = Jacobian(network, likelihood.canonical, batches, memory_budget=memory_budget)
         self.outputs = self.jacobian.outputs[0].shape[-1]
         self.targets: list[Tensor] = []
         sums: list[Tensor] = []

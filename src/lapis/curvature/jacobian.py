@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Known:
-    """What was found out about a network's products; shared by the parts of a Jacobian."""
+    """What was found out about a network's products; shared by all its Jacobians."""
 
     way: dict[bool, str] = field(default_factory=dict)
     """The fastest way for one vector (False) and several (True)."""
@@ -46,6 +47,9 @@ class _Known:
     """What an example's graph holds: in all, and its largest tensor."""
 
 
+_KNOWN: WeakKeyDictionary[Network, _Known] = WeakKeyDictionary()
+
+
 class Jacobian:
     """J at the network's weights, for every batch. Products run in the network's dtype; sums over batches and results
     have the dtype of the vectors that went in, and follow the order of the batches.
@@ -54,8 +58,8 @@ class Jacobian:
     numbers or double backward run through it, and for vectors worked on together one layer's tangents and 3 P numbers
     each. Examples and vectors at once follow from `memory_budget`. J itself, if it fits in `kept_bytes`, is kept.
 
-    The way of multiplying (`lapis.curvature.ways`) is chosen when the first product is asked for, by timing those that
-    the network's operators allow on a few examples; every way is checked against plain backward passes before use.
+    The way of multiplying (`lapis.curvature.ways`) is chosen when the network's first product is asked for, by timing
+    those that its operators allow on a few examples; every way is checked against plain backward passes before use.
 
     Args:
         network: the network and its chosen weights, P of them.
@@ -86,7 +90,7 @@ class Jacobian:
         """f of each batch, (B, T, C) float64."""
         self.shapes: list[torch.Size] = []
         """Shapes of the raw outputs."""
-        self._known = _Known()
+        self._known = _KNOWN.setdefault(network, _Known())
         with network.prepared(), torch.no_grad():
             for batch in batches:
                 raw = network.call(batch.inputs)

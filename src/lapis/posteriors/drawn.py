@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapis.batches import Batch, Inputs, batch_length, take
 from lapis.curvature.fit import check_outputs
-from lapis.curvature.implicit import jacobian_of
+from lapis.curvature.jacobian import Jacobian
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
@@ -119,7 +119,7 @@ class DrawnPosterior(Posterior):
         for start in range(0, length, EXAMPLES_AT_ONCE):
             part = take(inputs, start, min(start + EXAMPLES_AT_ONCE, length))
             batch = Batch(part, torch.zeros(batch_length(part), device=self.network.device), 0)
-            jacobian = jacobian_of(self.network, self.likelihood.canonical, [batch], self.memory_budget)
+            jacobian = Jacobian(self.network, self.likelihood.canonical, [batch], memory_budget=self.memory_budget)
             check_outputs(jacobian.outputs[0], self.width, "this batch")
             means.append(jacobian.outputs[0])
             pushed.append(jacobian.forward(self.deviations)[0].double())

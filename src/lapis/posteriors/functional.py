@@ -12,7 +12,6 @@ from lapis.batches import Batch, Inputs, as_inputs, batch_length, check_finite, 
 from lapis.curvature.block import BlockGaussian
 from lapis.curvature.contributions import Contribution
 from lapis.curvature.fit import WORK_BYTES, Curvature, check_outputs, examples_at_once, position_seeds
-from lapis.curvature.implicit import jacobian_of
 from lapis.curvature.jacobian import Jacobian
 from lapis.curvature.pooling import QuickPooling
 from lapis.curvature.record import Record
@@ -111,7 +110,7 @@ def by_solves(
     length = batch_length(inputs)
     nothing = torch.zeros(length, device=network.device)
     single = [Batch(take(inputs, i, i + 1), nothing[i : i + 1], i) for i in range(length)]
-    jacobian = jacobian_of(network, canonical, single, memory_budget)
+    jacobian = Jacobian(network, canonical, single, memory_budget=memory_budget)
     for f in jacobian.outputs:
         check_outputs(f, width, "this batch")
     mean = torch.cat(jacobian.outputs).to(network.dtype)

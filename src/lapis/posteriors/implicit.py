@@ -23,7 +23,14 @@ from lapis.posteriors.drawn import DrawnPosterior
 from lapis.posteriors.laplace import LaplacePosterior
 from lapis.predictions import LatentGaussian
 from lapis.priors import Groups, Prior, WeightPrior
-from lapis.solvers import CallablePreconditioner, Estimate, QuadratureEstimate, SpectralQuadrature
+from lapis.solvers import (
+    CallablePreconditioner,
+    Estimate,
+    Operator,
+    QuadratureEstimate,
+    SpectralQuadrature,
+    hutchinson_diagonal,
+)
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Relative residuals that solves go to when no tolerance is given."""
@@ -176,6 +183,21 @@ class ImplicitPosterior(GaussianPosterior):
 
     def _squared_distance(self, deviations: Tensor) -> Tensor:
         return (self.gaussian.multiply(deviations.to(self.network.dtype)).double() * deviations).sum(-1)
+
+    def marginal_variance(self) -> Tensor:
+        """The value of `marginal_variance_estimate()`, (P,)."""
+        return self.marginal_variance_estimate().value.to(self.mean.dtype)
+
+    def marginal_variance_estimate(self, *, probes: int = 64, generator: torch.Generator | None = None) -> Estimate:
+        """The variance of each weight, (P,) float64, with its standard error: one solve for each of `probes` >= 2.
+
+        By Hutchinson's estimator: where the posterior correlates a weight with no other it is exact, so that weights of
+        which the data say nothing have their prior variance.
+        """
+        self._check_model()
+        operator = Operator(self.solve, self.n_weights, torch.float64, self.network.device)
+        source = check_draws(probes, generator, self.network.device)
+        return hutchinson_diagonal(operator, probes=probes, generator=source, block=self.vectors_at_once())
 
     def draw(
         self,
