@@ -59,7 +59,7 @@ class Tape:
         return record
 
     def _forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Recorder]:
-        with QuickPooling(), listening(self.network, self.general, self.rules) as recorder:
+        with listening(self.network, self.general, self.rules) as recorder, QuickPooling():  # the quicker one first
             raw = self.network.call(inputs)
         length = batch_length(inputs)
         if raw.dim() == 0 or raw.shape[0] != length:
