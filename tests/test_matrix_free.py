@@ -20,6 +20,7 @@ import lapis
 import lapis.curvature.implicit
 from cases import CASES
 from lapis.posteriors import drawing
+from lapis.posteriors.expectation import _stretch
 from reference import case_data, case_ggn, case_jacobians
 from untouched import untouched
 
@@ -31,7 +32,7 @@ every_case = pytest.mark.parametrize("name", list(CASES))
 
 
 def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -51,7 +52,7 @@ def implicit(name: str, space: str = "auto") -> lapis.ImplicitPosterior:
 @functools.cache
 def precision(name: str) -> Tensor:
     ggn = case_ggn(name)
-    return ggn + PRECISION * torch.eye(len(ggn), dtype=F64)
+    return ggn + PRECISION * torch.eye(len(ggn), dtype=torch.float64)
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-8) -> None:
@@ -212,9 +213,11 @@ def test_marginal_variances_lie_within_their_standard_errors(space: Any) -> None
 def test_marginal_variances_without_curvature_are_the_priors() -> None:
     """A network whose outputs ignore the weights: no probe is noisy."""
     model = nn.Linear(3, 1).double()
-    posterior = lapis.laplace(model, (torch.zeros(4, 3, dtype=F64), draw(1, 4, 1)), "regression", structure="implicit")
+    posterior = lapis.laplace(
+        model, (torch.zeros(4, 3, dtype=torch.float64), draw(1, 4, 1)), "regression", structure="implicit"
+    )
     found = posterior.with_prior(4.0).marginal_variance_estimate(probes=2)
-    close(found.value[:3], torch.full((3,), 0.25, dtype=F64))
+    close(found.value[:3], torch.full((3,), 0.25, dtype=torch.float64))
     assert float(found.standard_error.max()) < 1e-12
 
 
@@ -374,7 +377,7 @@ def test_low_rank_closed_forms_agree_with_each_other(groups: str) -> None:
     expected = torch.distributions.MultivariateNormal(found.mean, precision_matrix=matrix).log_prob(theta)
     close(found.log_prob(theta), expected)
     (gaussian,) = found.gaussians
-    root = gaussian.color(torch.eye(size, dtype=F64))
+    root = gaussian.color(torch.eye(size, dtype=torch.float64))
     close(root.T @ root, torch.linalg.inv(gaussian.matrix()))
     joint = found.functional_covariance(x[:3])
     close(joint.diagonal(dim1=0, dim2=2).movedim(-1, 0), found.functional_variance(x[:3]))
@@ -408,7 +411,7 @@ def test_repeated_eigenvalues_are_all_found() -> None:
 
 def regression() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
-    x = torch.linspace(-1, 1, 40, dtype=F64)[:, None]
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
     y = torch.sin(4 * x) + 0.1 * draw(1, 40, 1)
     model = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1)).double()
     optimiser = torch.optim.Adam(model.parameters(), 0.02)
@@ -531,3 +534,23 @@ def test_all_kinds_of_posterior_are_compared() -> None:
     assert abs(found.log_evidence[0] - found.log_evidence[1]) < 0.1
     error = float(kinds["implicit"].log_evidence_estimate().standard_error)
     assert abs(found.log_evidence[0] - found.log_evidence[2]) < 4 * error
+
+
+@pytest.mark.parametrize("slope", [-1.4, -0.6, 0.0, 0.45])
+def test_rounds_of_draws_make_up_for_the_slope_of_the_iteration(slope: float) -> None:
+    """x <- g(x) with a straight g and slope within the bounds: at the fixed point in the third round, however steep."""
+    fixed = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    x, before = torch.tensor([3.0, 0.5], dtype=torch.float64), None
+    for _ in range(2):
+        target = fixed + slope * (x - fixed)
+        step = _stretch(before, x, target) * (target - x)
+        x, before = x + step, (x, target)
+    torch.testing.assert_close(x, fixed, rtol=1e-12, atol=1e-12)
+    assert bool((_stretch(before, x, x) <= 2).all())
+
+
+def test_steep_rounds_of_draws_stay_within_bounds() -> None:
+    before = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64), torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)
+    here, there = torch.ones(3, dtype=torch.float64), torch.tensor([9.0, -99.0, 7.0], dtype=torch.float64)
+    assert _stretch(before, here, there).tolist() == [2.0, 0.4, 1.0]
+    assert _stretch(None, here, there).tolist() == [1.0, 1.0, 1.0]

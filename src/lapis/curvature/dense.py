@@ -135,7 +135,9 @@ class DenseGaussian(BlockGaussian):
         self._factor: Tensor | None = None
 
     def matrix(self) -> Tensor:
-        return self.scale * self.block.curvature + torch.diag(self.prior.expand(self.block.size))
+        matrix = self.scale * self.block.curvature
+        matrix.diagonal().add_(self.prior)
+        return matrix
 
     def factor(self) -> Tensor:
         """L with L L^T = precision."""

@@ -7,6 +7,7 @@ Vectors are rows of a block (k, P), as in `lapis.solvers`; outputs of a batch ar
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,16 +18,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch, take
-from lapis.curvature.ways import BATCHED, FOR_ONE, FOR_SEVERAL, UNABLE, Pass, differentiable, proven, rows
+from lapis.batches import Batch, Inputs, batch_length, take
+from lapis.curvature.ways import BATCHED, FOR_ONE, FOR_SEVERAL, LEANEST, UNABLE, Pass, differentiable, proven, rows
 from lapis.errors import DataError, OptionError
 from lapis.network import Network
 
 KEPT_BYTES = 16 * 2**20
 """Rows of J that take no more than this are kept: reading them is then faster than running the network."""
 
-PROBED_EXAMPLES = 32
-"""Examples that the ways are timed on."""
+PROBED_EXAMPLES, PROBED_VECTORS = 32, 8
+"""Examples, and vectors at most, that the ways are timed on."""
+
+NEARLY = 1.15
+"""A way within this factor of the fastest that works on fewer vectors at once, in less memory, is as good."""
+
+LEAN_BYTES = 4 * 2**20
+"""Graphs that take more are not held together with the tangents': one more run of the network is cheaper."""
 
 SLOW_PROBE = 0.2
 """A way that took more seconds than this is timed once only."""
@@ -205,11 +212,11 @@ class Jacobian:
         with self.network.prepared(), differentiable():
             if self._known.example_bytes is None:
                 self._known.example_bytes = self._measure_bytes()
-            self._choose(len(vectors) > 1)
+            self._choose(len(vectors))
             at_once = len(vectors)
             if self.way(at_once) in BATCHED:
                 at_once = min(at_once, max(1, self.memory_budget // (6 * self.size * self.network.dtype.itemsize)))
-            self._choose(at_once > 1)
+            self._choose(at_once)
             yield at_once
 
     def way(self, count: int) -> str:
@@ -247,14 +254,14 @@ class Jacobian:
     def _multiply(self, batch: Batch, block: Tensor, product: Callable[[Pass, Tensor, str], Tensor]) -> Tensor:
         """One product for some examples, by the chosen way or the next that these examples allow."""
         order = FOR_SEVERAL if len(block) > 1 else FOR_ONE
-        self._choose(len(block) > 1)  # the last of a long block may stand alone
+        self._choose(len(block))  # the last of a long block may stand alone
         first = self.way(len(block))
         if self.forced:
-            return product(Pass(self.network, self.canonical, batch.inputs), block, first)
+            return product(self._pass(batch.inputs, len(batch)), block, first)
         for way in (first, *(other for other in order if other != first)):
             if way in self._known.unable:
                 continue
-            examples = Pass(self.network, self.canonical, batch.inputs)
+            examples = self._pass(batch.inputs, len(batch))
             try:
                 if way not in BATCHED or self._proven(examples, way, len(block)):
                     return product(examples, block, way)
@@ -263,6 +270,10 @@ class Jacobian:
                     raise
             self._known.unable.add(way)
         raise AssertionError("the rows of J can always be computed")
+
+    def _pass(self, inputs: Inputs, count: int) -> Pass:
+        assert self._known.example_bytes is not None
+        return Pass(self.network, self.canonical, inputs, lean=count * self._known.example_bytes[0] > LEAN_BYTES)
 
     def _proven(self, examples: Pass, way: str, count: int) -> bool:
         key = (way, count, len(examples.f))
@@ -276,18 +287,19 @@ class Jacobian:
         generator = torch.Generator(device=self.network.device).manual_seed(1)
         return self.network.flat().new_empty(count, self.size).normal_(generator=generator)
 
-    def _choose(self, several: bool) -> None:
-        """Time the ways that work on a few examples; the fastest is remembered."""
+    def _choose(self, count: int) -> None:
+        """Time the ways that work on a few examples; the fastest for one vector, or for several, is remembered."""
+        several = count > 1
         if self.forced or several in self._known.way:
             return
         inputs = take(self.batches[0].inputs, 0, PROBED_EXAMPLES)
-        vectors = self._random(4 if several else 1)
+        vectors = self._random(min(count, PROBED_VECTORS))
         seconds: dict[str, float] = {}
         for way in FOR_SEVERAL if several else FOR_ONE:
-            if way in self._known.unable or (way in ("rows", "forward") and seconds):
-                continue  # rows are slow, and several dual numbers slower than any other way
+            if way in self._known.unable or (way == "rows" and seconds):
+                continue  # rows are slower than any other way
             try:
-                if proven(Pass(self.network, self.canonical, inputs), way, vectors):
+                if proven(self._pass(inputs, batch_length(inputs)), way, vectors):
                     seconds[way] = self._timed(inputs, way, vectors)
                     if seconds[way] < SLOW_PROBE:
                         seconds[way] = min(seconds[way], self._timed(inputs, way, vectors))
@@ -296,11 +308,12 @@ class Jacobian:
                 if way == "rows":
                     raise
             self._known.unable.add(way)
-        self._known.way[several] = min(seconds, key=seconds.__getitem__) if seconds else "rows"
+        good = [way for way in LEANEST if seconds.get(way, math.inf) <= NEARLY * min(seconds.values(), default=0.0)]
+        self._known.way[several] = good[0] if good else "rows"
 
-    def _timed(self, inputs: object, way: str, vectors: Tensor) -> float:
+    def _timed(self, inputs: Inputs, way: str, vectors: Tensor) -> float:
         start = time.perf_counter()
-        examples = Pass(self.network, self.canonical, inputs)
+        examples = self._pass(inputs, batch_length(inputs))
         examples.pull(examples.push(vectors, way, tracked=True), way)
         return time.perf_counter() - start
 

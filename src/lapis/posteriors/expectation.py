@@ -7,9 +7,10 @@ With one group gamma = mean_k sum_n |J_n z_k|^2_H: how far the draws' outputs sp
 gamma_g = mean_k |e_kg|^2 - alpha_g |z_kg|^2, e being the white noise behind z's prior part: its mean is the same
 P_g - alpha_g E|z_g|^2, and where the data say nothing the two cancel exactly. (z_g . (GGN z)_g has that mean as well,
 but groups that trade off make it large and of either sign.) Gamma is kept within [1, P_g - 1],
-and below the rank of G. The white noise is drawn
-once and rescaled with the prior, and every solve starts from the last one, so that later rounds are cheap and the
-iteration has a limit.
+and below the rank of G. The white noise is drawn once and rescaled with the prior, and every solve starts from the last
+one, so that later rounds are cheap and the iteration x <- g(x) in x = log alpha has a limit. At theta* it tends to
+overshoot, on an uninformative prior to creep; from the second round on each group steps by (g(x) - x) / (1 - s), with s
+the slope of g between the last two rounds.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ SGD_EPOCHS = 10
 """Epochs of SGD in each round; the first takes twice as many."""
 
 ENDS = LARGEST_LOG * (1 - 1e-9)
+SHORTEST, LONGEST = 0.4, 2.0
+"""Bounds of 1 / (1 - s): slopes from -1.5 to 0.5 are made up for entirely."""
+
 FLOOR = 1e-6
 """Least scale of a g-prior, relative to the mean one: weights that no output depends on have no curvature."""
 
@@ -115,6 +119,7 @@ def tune(
     precision, factor = prior.precision.detach().clone(), 1.0
     path: list[tuple[float, ...]] = []
     gamma, moved, done = torch.zeros_like(precision), math.inf, 0
+    before: tuple[Tensor, Tensor] | None = None
     for _ in track(range(rounds), "rounds of draws", rounds, progress):
         current = _with(posterior, precision, base, factor)
         z = sampler.under(current, False)
@@ -126,9 +131,10 @@ def tune(
         gamma = torch.maximum(torch.minimum(gamma, highest), lowest)
         weights, statistics = current.evidence_point()
         distance = prior.squared_distance(weights).clamp(min=torch.finfo(torch.float64).tiny)
-        update = (gamma / distance).log().clamp(-LARGEST_LOG, LARGEST_LOG) - precision.log()
-        moved = float(update.abs().max())
-        precision = precision * update.exp()
+        here, there = precision.log(), (gamma / distance).log().clamp(-LARGEST_LOG, LARGEST_LOG)
+        moved = float((there - here).abs().max())
+        precision = (here + _stretch(before, here, there) * (there - here)).clamp(-LARGEST_LOG, LARGEST_LOG).exp()
+        before = here, there
         if base is not None:
             squared, counts = statistics.detach().double().chunk(2)
             sigma = current.likelihood.noise
@@ -163,6 +169,15 @@ def tune(
             stacklevel=3,
         )
     return replace(_with(posterior, precision, base, factor), tuning=tuning)
+
+
+def _stretch(before: tuple[Tensor, Tensor] | None, here: Tensor, there: Tensor) -> Tensor:
+    """1 / (1 - s) for each group, given x and g(x) of this round and of the one before."""
+    if before is None:
+        return torch.ones_like(here)
+    step = here - before[0]
+    slope = torch.where(step == 0, 0.0, (there - before[1]) / torch.where(step == 0, 1.0, step))
+    return torch.where(slope < 1, 1 / (1 - slope.clamp(max=0.99)), LONGEST).clamp(SHORTEST, LONGEST)
 
 
 def _spread(posterior: ImplicitPosterior, z: Tensor) -> Tensor:
