@@ -86,6 +86,7 @@ def product(problem: Problem, action: str) -> Task:
         for batch, f, shape in zip(held, jacobian.outputs, jacobian.shapes, strict=True)
     ]
     vectors = block(problem, action)
+    jacobian.ggn(vectors, factors)  # the way to multiply is found by the first product of a network
     return Task(lambda: jacobian.ggn(vectors, factors), lambda products: products)
 
 

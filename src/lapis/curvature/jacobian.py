@@ -35,8 +35,8 @@ NEARLY = 1.25
 LEAN_BYTES = 4 * 2**20
 """Graphs that take more are not held together with the tangents': one more run of the network is cheaper."""
 
-CONTENDERS = 3
-"""Ways, the fastest at first sight, that are timed again."""
+CONTENDERS = 2
+"""Ways, the fastest at first sight, that are timed again: other programs make single times unsure."""
 
 T = TypeVar("T")
 
@@ -306,9 +306,8 @@ class Jacobian:
                 if way == "rows":
                     raise
             self._known.unable.add(way)
-        for _ in range(2 if len(seconds) > 1 else 0):  # once more, and again: other programs make single times unsure
-            for way in sorted(seconds, key=seconds.__getitem__)[:CONTENDERS]:
-                seconds[way] = min(seconds[way], self._timed(inputs, way, vectors))
+        for way in sorted(seconds, key=seconds.__getitem__)[:CONTENDERS] if len(seconds) > 1 else ():
+            seconds[way] = min(seconds[way], self._timed(inputs, way, vectors))
         good = [way for way in LEANEST if seconds.get(way, math.inf) <= NEARLY * min(seconds.values(), default=0.0)]
         self._known.way[several] = good[0] if good else "rows"
 
