@@ -78,8 +78,8 @@ class WeightPrior:
 
     def of(self, name: str) -> Tensor:
         """Precision of a parameter: 0-d, or one entry a weight (flat)."""
-        precision = self.precision[self._span(name) if self.group_of is None else self.group_of[name]]
-        return precision if self.scales is None else precision * self.scales[self._span(name)]
+        precision = self.precision[self.span(name) if self.group_of is None else self.group_of[name]]
+        return precision if self.scales is None else precision * self.scales[self.span(name)]
 
     def vector(self) -> Tensor:
         """Precision of every weight, (P,)."""
@@ -115,7 +115,7 @@ class WeightPrior:
         if self.group_of is not None:
             squares = torch.stack(
                 [
-                    sum((squares[self._span(name)].sum() for name in self._members(group)), squares.new_zeros(()))
+                    sum((squares[self.span(name)].sum() for name in self._members(group)), squares.new_zeros(()))
                     for group in range(len(self.labels))
                 ]
             )
@@ -149,7 +149,8 @@ class WeightPrior:
         assert self.group_of is not None
         return [name for name, index in self.group_of.items() if index == group]
 
-    def _span(self, name: str) -> slice:
+    def span(self, name: str) -> slice:
+        """Where a parameter lies in the flat vector of weights."""
         start = self.network.offsets[name]
         return slice(start, start + self.network.parameters[name].numel())
 

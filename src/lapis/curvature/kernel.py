@@ -64,7 +64,7 @@ class OutputKernel:
         self._parts = None
         spans: list[list[slice]] = [[] for _ in prior.labels]
         for name, group in prior.group_of.items():
-            spans[group].append(prior._span(name))
+            spans[group].append(prior.span(name))
         self._parts = (key, [self._gram(some, prior.scales) for some in spans])
         return self._parts[1]
 
@@ -119,10 +119,7 @@ class OutputKernel:
 
 
 class Factored:
-    """B = I + S^T K S for factors S of the likelihood's curvature: (I + K S S^T)^-1 and log |B| follow from it.
-
-    log |A| = log |Lambda| + log |B| for the precision A = J^T S S^T J + Lambda.
-    """
+    """B = I + S^T K S = L L^T for factors S of the likelihood's curvature: I - S B^-1 S^T K is (I + S S^T K)^-1."""
 
     def __init__(self, kernel: Tensor, factors: Sequence[Tensor]) -> None:
         self.factors = factors
@@ -147,13 +144,3 @@ class Factored:
     def remove(self, rows: Tensor) -> Tensor:
         """S B^-1 S^T u for u (M, n): what turns prior covariances K of outputs into K - K (S B^-1 S^T) K."""
         return self.widened(torch.cholesky_solve(self.narrowed(rows), self.lower))
-
-    def logdet(self) -> Tensor:
-        """log |B|."""
-        return 2 * self.lower.diagonal().log().sum()
-
-    def effective_parameters(self, parts: Sequence[Tensor], precisions: Tensor) -> Tensor:
-        """gamma_g = tr(B^-1 S^T K_g S) / alpha_g of each group, from the parts K_g of the kernel."""
-        inverse = torch.cholesky_inverse(self.lower)
-        weights = self.widened(self.widened(inverse).mT)
-        return torch.stack([(weights * part).sum() for part in parts]) / precisions
