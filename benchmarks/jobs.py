@@ -81,13 +81,13 @@ def product(problem: Problem, action: str) -> Task:
     likelihood: Any = lapis.Gaussian(1.0) if regression else lapis.Categorical()
     held = list(batches(problem.batches, dtype=network.dtype, device=network.device)[0])
     jacobian = Jacobian(network, likelihood.canonical, held, kept_bytes=0)
-    factors = [
-        likelihood.factor(f, likelihood.targets(batch.targets, f, shape)).to(network.dtype)
+    targets = [
+        likelihood.targets(batch.targets, f, shape)
         for batch, f, shape in zip(held, jacobian.outputs, jacobian.shapes, strict=True)
     ]
     vectors = block(problem, action)
-    jacobian.ggn(vectors, factors)  # the way to multiply is found by the first product of a network
-    return Task(lambda: jacobian.ggn(vectors, factors), lambda products: products)
+    jacobian.ggn(vectors, likelihood, targets)  # the way to multiply is found by the first product of a network
+    return Task(lambda: jacobian.ggn(vectors, likelihood, targets), lambda products: products)
 
 
 def prepare(job: str, problem: Problem) -> Task:

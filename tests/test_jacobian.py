@@ -26,12 +26,11 @@ def held(x: object, y: Tensor, size: int = 4) -> list[Batch]:
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 
-def factors_of(jacobian: Jacobian, likelihood: Likelihood) -> list[Tensor]:
-    targets = [
+def targets_of(jacobian: Jacobian, likelihood: Likelihood) -> list[Tensor]:
+    return [
         likelihood.targets(batch.targets, f, shape)
         for batch, f, shape in zip(jacobian.batches, jacobian.outputs, jacobian.shapes, strict=True)
     ]
-    return [likelihood.factor(f, t) for f, t in zip(jacobian.outputs, targets, strict=True)]
 
 
 def check(jacobian: Jacobian, likelihood: Likelihood, name: str, count: int) -> None:
@@ -43,7 +42,7 @@ def check(jacobian: Jacobian, likelihood: Likelihood, name: str, count: int) -> 
     pairs = [
         (torch.cat([part.flatten(1) for part in jacobian.forward(v)], 1), v @ explicit.T),
         (jacobian.backward(u), flat @ explicit),
-        (jacobian.ggn(v, factors_of(jacobian, likelihood)), v @ case_ggn(name)),
+        (jacobian.ggn(v, likelihood, targets_of(jacobian, likelihood)), v @ case_ggn(name)),
     ]
     for found, exact in pairs:
         assert not found.requires_grad
@@ -79,27 +78,27 @@ def able(jacobian: Jacobian, way: str, count: int) -> bool:
         return False
 
 
-def problem(**options: Any) -> tuple[Jacobian, list[Tensor]]:
+def problem(**options: Any) -> tuple[Jacobian, Likelihood, list[Tensor]]:
     model, x, y, spec = case_data("mlp_gaussian")
     likelihood = spec.build()
     jacobian = Jacobian(Network(model), likelihood.canonical, held(x, y), **options)
-    return jacobian, factors_of(jacobian, likelihood)
+    return jacobian, likelihood, targets_of(jacobian, likelihood)
 
 
 def test_parts_of_the_data_add_up() -> None:
     for kept in (0, 2**20):
-        jacobian, factors = problem(kept_bytes=kept)
+        jacobian, likelihood, targets = problem(kept_bytes=kept)
         v = torch.randn(3, jacobian.size, generator=torch.Generator().manual_seed(0), dtype=F64)
-        parts = [jacobian.at(i).ggn(v, [factors[i]]) for i in range(len(factors))]
+        parts = [jacobian.at(i).ggn(v, likelihood, [targets[i]]) for i in range(len(targets))]
         assert len(parts) > 1
-        torch.testing.assert_close(torch.stack(parts).sum(0), jacobian.ggn(v, factors))
+        torch.testing.assert_close(torch.stack(parts).sum(0), jacobian.ggn(v, likelihood, targets))
 
 
 def test_a_small_memory_changes_nothing() -> None:
     """One byte: one example and one vector at a time."""
-    (tight, factors), (wide, _) = problem(memory_budget=1), problem(kept_bytes=0)
+    (tight, likelihood, targets), (wide, _, _) = problem(memory_budget=1), problem(kept_bytes=0)
     v = torch.randn(3, wide.size, generator=torch.Generator().manual_seed(0), dtype=F64)
-    torch.testing.assert_close(tight.ggn(v, factors), wide.ggn(v, factors))
+    torch.testing.assert_close(tight.ggn(v, likelihood, targets), wide.ggn(v, likelihood, targets))
     assert not tight.keeps
     assert tight._examples(1) == 1
     for one, two in zip(tight.forward(v), wide.forward(v), strict=True):
@@ -120,7 +119,7 @@ def test_chosen_weights_are_the_columns() -> None:
 
 def test_a_wrong_batching_rule_is_found_out() -> None:
     """The proof refuses a way whose tangents, or whose gradients, are wrong for one vector of several."""
-    jacobian, _ = problem()
+    jacobian, _, _ = problem()
     v = torch.randn(3, jacobian.size, generator=torch.Generator().manual_seed(0), dtype=F64)
 
     class WrongAhead(Pass):
@@ -140,16 +139,16 @@ def test_a_wrong_batching_rule_is_found_out() -> None:
 
 
 def test_a_block_of_another_form_is_refused() -> None:
-    jacobian, factors = problem()
+    jacobian, likelihood, targets = problem()
     for vectors in (torch.zeros(jacobian.size), torch.zeros(2, jacobian.size + 1), torch.zeros(0, jacobian.size)):
         with pytest.raises(DataError, match="do not fit the weights"):
-            jacobian.ggn(vectors, factors)
+            jacobian.ggn(vectors, likelihood, targets)
     with pytest.raises(OptionError, match="Unknown way"):
         problem(way="sideways")
 
 
 def test_the_way_is_remembered_for_parts() -> None:
-    jacobian, factors = problem(kept_bytes=0)
+    jacobian, likelihood, targets = problem(kept_bytes=0)
     v = torch.ones(1, jacobian.size, dtype=F64)
-    jacobian.at(0).ggn(v, factors[:1])
+    jacobian.at(0).ggn(v, likelihood, targets[:1])
     assert jacobian.way(1) in FOR_ONE

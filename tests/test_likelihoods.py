@@ -125,6 +125,15 @@ def test_factor_of_heteroscedastic_noise_squares_to_the_expected_hessian() -> No
     close(s @ s.mT, expected, 1e-10)
 
 
+@every_case
+def test_curvature_times_vectors_is_s_st(name: str) -> None:
+    case = CASES[name]
+    s = case.likelihood.factor(case.f, case.y)
+    u = outputs(3, B, T, C, seed=5)
+    close(case.likelihood.curved(case.f, case.y, u), ((s @ s.mT) @ u.unsqueeze(-1)).squeeze(-1), 1e-11)
+    assert case.likelihood.curved(case.f, case.y, u.float()).dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_gradients_have_mean_zero_and_second_moment_s_st(name: str) -> None:
     """False-alarm rate 1e-6 a likelihood: normal limits for the sums, Bonferroni over all entries."""
@@ -220,6 +229,9 @@ def test_confident_softmax_keeps_its_curvature_in_float32() -> None:
     variances = exact.diagonal(dim1=-2, dim2=-1)  # an entry's natural size: sqrt(H_ii H_jj)
     size = (variances.unsqueeze(-1) * variances.unsqueeze(-2)).sqrt()
     assert bool((((s @ s.mT).double() - exact).abs() <= 1e-6 * size).all())
+    u = torch.tensor([3.0, -1.0, 2.0])
+    product = Categorical().curved(f, torch.zeros(1, 1, dtype=torch.long), u.expand(1, 1, 1, 3))[0, 0, 0]
+    assert bool(((product - exact[0, 0] @ u.double()).abs() <= 1e-6 * (exact[0, 0] @ u.double()).abs()).all())
 
 
 def test_ignored_positions_count_for_nothing() -> None:
@@ -235,6 +247,7 @@ def test_ignored_positions_count_for_nothing() -> None:
         likelihood.position_nll(case.f, y),
         likelihood.gradient(case.f, y),
         likelihood.factor(case.f, y),
+        likelihood.curved(case.f, y, outputs(1, B, T, C, seed=5))[0],
         likelihood.sampled_gradient(case.f, y, generator),
     ):
         assert bool((value[:, 1] == 0).all())
@@ -520,6 +533,8 @@ def test_custom_functions_that_are_not_convex_are_refused_and_linear_ones_have_n
     f, y = outputs(6, 1, 3), outputs(6, 1, 3, seed=1)
     with pytest.raises(errors.LikelihoodError, match="empirical"):
         Custom(lambda f, y: -((f - y) ** 2).sum()).factor(f, y)
+    with pytest.raises(errors.LikelihoodError, match="empirical"):
+        Custom(lambda f, y: -((f - y) ** 2).sum()).curved(f, y, outputs(2, 6, 1, 3, seed=2))
     linear = Custom(lambda f, y: (f * y).sum())
     assert float(linear.factor(f, y).abs().max()) == 0.0
     close(linear.gradient(f, y), y)

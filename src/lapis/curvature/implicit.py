@@ -41,16 +41,20 @@ KEPT_FACTORS = 64 * 2**20
 
 
 class Factors(Sequence[Tensor]):
-    """S of each batch, (B, T, C, R) float64, at the trained outputs; computed when asked for unless they are small."""
+    """S of each batch, (B, T, C, R) float64, at the trained outputs; computed when asked for, kept if small."""
 
     def __init__(self, likelihood: Likelihood, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         self.likelihood, self.outputs, self.targets = likelihood, outputs, targets
-        self._kept: list[Tensor] | None = None
-        if sum(f.numel() * f.shape[-1] for f in outputs) * 8 <= KEPT_FACTORS:
-            self._kept = [self._at(i) for i in range(len(outputs))]
+        self._kept: dict[int, Tensor] = {}
+        self._keeps = sum(f.numel() * f.shape[-1] for f in outputs) * 8 <= KEPT_FACTORS
 
     def _at(self, index: int) -> Tensor:
-        return self.likelihood.factor(self.outputs[index], self.targets[index]).detach()
+        found = self._kept.get(index)
+        if found is None:
+            found = self.likelihood.factor(self.outputs[index], self.targets[index]).detach()
+            if self._keeps:
+                self._kept[index] = found
+        return found
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -62,7 +66,7 @@ class Factors(Sequence[Tensor]):
     def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
         if isinstance(index, slice):
             return Factors(self.likelihood, self.outputs[index], self.targets[index])
-        return self._at(index) if self._kept is None else self._kept[index]
+        return self._at(range(len(self))[index])
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[i] for i in range(len(self)))
@@ -129,7 +133,7 @@ class ImplicitCurvature:
 
     def product(self, vectors: Tensor) -> Tensor:
         """The GGN times each vector, (k, P)."""
-        return self.jacobian.ggn(vectors, self.factors)
+        return self.jacobian.ggn(vectors, self.likelihood, self.targets)
 
     def part(self, index: int) -> ImplicitCurvature:
         """The same for one batch alone."""

@@ -1,6 +1,6 @@
 """The Jacobian J of a network's outputs in its weights over a data set, known by its products.
 
-    forward:  J_n v          backward:  sum_n J_n^T u_n          ggn:  sum_n J_n^T S_n S_n^T J_n v
+    forward:  J_n v          backward:  sum_n J_n^T u_n          ggn:  sum_n J_n^T H_n J_n v
 
 Vectors are rows of a block (k, P), as in `lapis.solvers`; outputs of a batch are (k, B, T, C).
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 from lapis.batches import Batch, Inputs, batch_length, take
 from lapis.curvature.ways import BATCHED, FOR_ONE, FOR_SEVERAL, LEANEST, UNABLE, Pass, differentiable, proven, rows
 from lapis.errors import DataError, OptionError
+from lapis.likelihoods import Likelihood
 from lapis.network import Network
 
 KEPT_BYTES = 16 * 2**20
@@ -168,27 +169,39 @@ class Jacobian:
                         self._multiply(part, s[i : i + at_once, span], pull)
         return total
 
-    def ggn(self, vectors: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        """sum_n J_n^T S_n S_n^T J_n v, (k, P), in one pass over the data. `factors`: S (B, T, C, R) of each batch."""
+    def ggn(
+        self,
+        vectors: Tensor,
+        likelihood: Likelihood,
+        targets: Sequence[Tensor],
+        outputs: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """sum_n J_n^T H_n J_n v, (k, P), in one pass over the data; H = S S^T is the likelihood's curvature.
+
+        `targets` as the likelihood lays them out, batch by batch; H is taken at `outputs` (B, T, C), the network's own
+        when None.
+        """
         v = self._checked(vectors).to(self.network.dtype)
         total = torch.zeros_like(vectors)
+        places = zip(outputs or self.outputs, targets, strict=True)
         if self.keeps:
-            for j, factor in zip(self.rows(), factors, strict=True):
-                seeds = _curved(torch.einsum("btcp,kp->kbtc", j, v), factor.to(j.dtype))
+            for j, (f, y) in zip(self.rows(), places, strict=True):
+                seeds = likelihood.curved(f, y, torch.einsum("btcp,kp->kbtc", j, v)).detach()
                 total += seeds.reshape(len(v), -1) @ j.reshape(-1, self.size)
             return total
         with self._ready(v) as at_once:
-            for batch, factor in zip(self.batches, factors, strict=True):
+            for batch, (f, y) in zip(self.batches, places, strict=True):
                 for part, span in self._parts(batch, at_once):
-                    s = factor[span].to(v.dtype)
-
                     for i in range(0, len(v), at_once):
-                        into = total[i : i + at_once]
 
                         def product(
-                            examples: Pass, block: Tensor, way: str, s: Tensor = s, into: Tensor = into
+                            examples: Pass,
+                            block: Tensor,
+                            way: str,
+                            at: tuple[Tensor, Tensor] = (f[span], y[span]),
+                            into: Tensor = total[i : i + at_once],
                         ) -> Tensor:
-                            seeds = _curved(examples.push(block, way, tracked=True), s)
+                            seeds = likelihood.curved(*at, examples.push(block, way, tracked=True)).detach()
                             return examples.pull_into(into, seeds, way)
 
                         self._multiply(part, v[i : i + at_once], product)
@@ -326,9 +339,3 @@ class Jacobian:
                 do="pass v[None] for a single one",
             )
         return vectors
-
-
-def _curved(pushed: Tensor, factor: Tensor) -> Tensor:
-    """S S^T u for u (k, B, T, C) and S (B, T, C, R): the vectors as columns, so that S is read once for all."""
-    columns = pushed.permute(1, 2, 3, 0)
-    return (factor @ (factor.mT @ columns)).permute(3, 0, 1, 2)

@@ -114,10 +114,9 @@ class TangentProblem:
                 break
             if iteration == max_iterations:
                 break
-            factors = [likelihood.factor(part, y) for part, y in zip(f, self.targets, strict=True)]
             goal = min(0.1, remaining / max(1.0, abs(value))) ** 2 if likelihood.name != "gaussian" else 0.0
             step, used = _conjugate_gradients(
-                lambda v, factors=factors: loss.curvature(v, factors),  # type: ignore[misc]
+                lambda v, f=f: loss.curvature(v, f),  # type: ignore[misc]
                 -gradient,
                 precondition,
                 stop=max(0.01 * nats, goal * remaining),
@@ -202,9 +201,9 @@ class _Loss:
         pull = self.prior.vector() * (theta - self.prior.mean)
         return self.problem.jacobian.backward(seeds)[0] / self.temperature + pull
 
-    def curvature(self, vector: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        """(J^T S S^T J / T + Lambda) v."""
-        product = self.problem.jacobian.ggn(vector[None], factors)[0]
+    def curvature(self, vector: Tensor, f: Sequence[Tensor]) -> Tensor:
+        """(J^T H J / T + Lambda) v, with the likelihood's curvature H at outputs f."""
+        product = self.problem.jacobian.ggn(vector[None], self.likelihood, self.problem.targets, f)[0]
         return product / self.temperature + self.prior.vector() * vector
 
     def search(

@@ -119,6 +119,12 @@ class Likelihood(ABC):
         The targets only say which positions are ignored, except for `Custom`.
         """
 
+    def curved(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
+        """S S^T u for each of k vectors u (k, B, T, C), in u's dtype."""
+        s = self.factor(f, y).to(u.dtype)
+        columns = u.permute(1, 2, 3, 0)  # the vectors as columns: S is read once for all
+        return (s @ (s.mT @ columns)).permute(3, 0, 1, 2)
+
     @abstractmethod
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Gradient of nll in f at targets drawn from p(. | f): (B, T, C). Its second moment is S S^T.
@@ -174,3 +180,17 @@ class Likelihood(ABC):
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in self.to_config().items() if key != "name")
         return f"{type(self).__name__}({settings})"
+
+
+class Separable(Likelihood):
+    """A likelihood whose outputs are independent: S is diagonal."""
+
+    @abstractmethod
+    def root(self, f: Tensor) -> Tensor:
+        """The diagonal of S, (B, T, C)."""
+
+    def factor(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.diag_embed(self.root(f))
+
+    def curved(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
+        return u * (self.root(f) ** 2).to(u.dtype)

@@ -11,10 +11,10 @@ from torch.nn.functional import logsigmoid
 
 from lapis.likelihoods._draws import on_generator
 from lapis.likelihoods._targets import per_output, raise_at
-from lapis.likelihoods.base import Kind, Likelihood
+from lapis.likelihoods.base import Kind, Separable
 
 
-class Bernoulli(Likelihood):
+class Bernoulli(Separable):
     """p(y_c = 1 | f) = sigmoid(f_c), independently for each output (multi-label when C > 1).
 
     Targets are (B, C), (B,) when C = 1, or laid out as the outputs; of any dtype, booleans included, with
@@ -45,9 +45,9 @@ class Bernoulli(Likelihood):
         """sigmoid(f) - y."""
         return f.sigmoid() - y
 
-    def factor(self, f: Tensor, y: Tensor) -> Tensor:
-        """diag(sqrt(p (1 - p))), through logarithms: 1 - sigmoid(f) rounds to zero from f = 17 in float32."""
-        return torch.diag_embed((0.5 * (logsigmoid(f) + logsigmoid(-f))).exp())
+    def root(self, f: Tensor) -> Tensor:
+        """sqrt(p (1 - p)), through logarithms: 1 - sigmoid(f) rounds to zero from f = 17 in float32."""
+        return (0.5 * (logsigmoid(f) + logsigmoid(-f))).exp()
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = f.detach().sigmoid()

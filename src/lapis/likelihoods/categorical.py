@@ -158,6 +158,15 @@ class Categorical(Likelihood):
         s.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
         return s if y.is_floating_point() else torch.where(self._counts(y)[..., None, None], s, 0.0)
 
+    def curved(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
+        """p (w - p . w) with w = u - u_m for the likeliest class m: a shift of all of u changes nothing, and with this
+        one nothing cancels where a network is nearly sure.
+        """
+        p = f.softmax(-1).to(u.dtype)
+        w = u - u.gather(-1, f.argmax(-1, keepdim=True).expand(*u.shape[:-1], 1))
+        w.sub_(torch.einsum("btc,kbtc->kbt", p, w).unsqueeze(-1)).mul_(p)
+        return w if y.is_floating_point() else self._masked(w, y)
+
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = f.detach().softmax(-1)
         drawn = torch.multinomial(on_generator(p.reshape(-1, f.shape[-1]), generator), 1, generator=generator).to(

@@ -168,14 +168,25 @@ class Custom(Likelihood):
         largest = values.abs().amax(-1, keepdim=True)
         tolerance = max(1e-8, 100 * torch.finfo(f.dtype).eps)
         if not bool((values >= -tolerance * largest).all()):
-            raise LikelihoodError(
-                f"The likelihood {self.label!r} is not convex in the network's outputs here",
-                expected="a positive semi-definite Hessian in f",
-                got=f"an eigenvalue of {values.min().item():.4g}",
-                do='use curvature="empirical", or a convex negative log-likelihood',
-            )
+            raise self._not_convex(f"an eigenvalue of {values.min().item():.4g}")
         factor: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
         return factor.to(f.dtype)
+
+    def _not_convex(self, got: str) -> LikelihoodError:
+        return LikelihoodError(
+            f"The likelihood {self.label!r} is not convex in the network's outputs here",
+            expected="a positive semi-definite Hessian in f",
+            got=got,
+            do='use curvature="empirical", or a convex negative log-likelihood',
+        )
+
+    def curved(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
+        """The Hessian times u, (k, B, T, C); LikelihoodError where it curves down along one."""
+        found = torch.einsum("btcd,kbtd->kbtc", self.hessian(f, y).to(u.dtype), u)
+        along = (u * found).sum(-1)
+        if not bool((along >= -1e-4 * u.norm(dim=-1) * found.norm(dim=-1)).all()):
+            raise self._not_convex(f"a second derivative of {along.min().item():.4g} along a direction")
+        return found
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         raise LikelihoodError(

@@ -12,10 +12,10 @@ from torch import Tensor
 from lapis.errors import LikelihoodError, OptionError
 from lapis.likelihoods._draws import normal_like
 from lapis.likelihoods._targets import per_output
-from lapis.likelihoods.base import Kind, Likelihood
+from lapis.likelihoods.base import Kind, Likelihood, Separable
 
 
-class Gaussian(Likelihood):
+class Gaussian(Separable):
     """y ~ N(f, diag(sigma^2)): -log p = sum_c (y_c - f_c)^2 / (2 sigma_c^2) + 1/2 log(2 pi sigma_c^2).
 
     Args:
@@ -55,8 +55,9 @@ class Gaussian(Likelihood):
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return (f - y) / self._sigma(f.shape[-1]).to(f) ** 2
 
-    def factor(self, f: Tensor, y: Tensor) -> Tensor:
-        return torch.diag_embed((1 / self._sigma(f.shape[-1]).to(f)).expand(f.shape))
+    def root(self, f: Tensor) -> Tensor:
+        """1 / sigma."""
+        return (1 / self._sigma(f.shape[-1]).to(f)).expand(f.shape)
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return normal_like(f, generator) / self._sigma(f.shape[-1]).to(f)

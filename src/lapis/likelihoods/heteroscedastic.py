@@ -12,10 +12,10 @@ from torch import Tensor
 from lapis.errors import LikelihoodError
 from lapis.likelihoods._draws import normal_like
 from lapis.likelihoods._targets import per_output
-from lapis.likelihoods.base import Kind, Likelihood
+from lapis.likelihoods.base import Kind, Separable
 
 
-class HeteroscedasticGaussian(Likelihood):
+class HeteroscedasticGaussian(Separable):
     """y_d ~ N(m_d, exp(s_d)); the 2 D outputs are f = (m_1 .. m_D, s_1 .. s_D): means, then log variances.
 
     -log p = sum_d 1/2 (s_d + (y_d - m_d)^2 exp(-s_d) + log 2 pi). It is not convex in f, so the curvature is
@@ -69,10 +69,10 @@ class HeteroscedasticGaussian(Likelihood):
         scaled = (y - mean) * scale
         return torch.cat([-scaled * scale, 0.5 * (1 - scaled**2)], -1)
 
-    def factor(self, f: Tensor, y: Tensor) -> Tensor:
-        """Fisher information: diag(exp(-s / 2), 1 / sqrt 2)."""
+    def root(self, f: Tensor) -> Tensor:
+        """Of the Fisher information: exp(-s / 2) for means, 1 / sqrt 2 for log variances s."""
         scale = (-0.5 * split(f)[1]).exp()
-        return torch.diag_embed(torch.cat([scale, torch.full_like(scale, math.sqrt(0.5))], -1))
+        return torch.cat([scale, torch.full_like(scale, math.sqrt(0.5))], -1)
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """With y = m + exp(s / 2) e, e ~ N(0, 1): (-e exp(-s / 2), 1/2 - e^2 / 2)."""

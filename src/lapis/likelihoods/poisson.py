@@ -12,10 +12,10 @@ from torch import Tensor
 from lapis.errors import LikelihoodError
 from lapis.likelihoods._draws import on_generator
 from lapis.likelihoods._targets import per_output, raise_at
-from lapis.likelihoods.base import Kind, Likelihood
+from lapis.likelihoods.base import Kind, Separable
 
 
-class Poisson(Likelihood):
+class Poisson(Separable):
     """y_c ~ Poisson(exp(f_c)): -log p = sum_c exp(f_c) - y_c f_c + log y_c!.
 
     Targets are counts 0, 1, 2, ... of any dtype: (B, C), (B,) when C = 1, or laid out as the outputs.
@@ -56,9 +56,9 @@ class Poisson(Likelihood):
         """exp(f) - y."""
         return f.exp() - y
 
-    def factor(self, f: Tensor, y: Tensor) -> Tensor:
-        """diag(exp(f / 2))."""
-        return torch.diag_embed((0.5 * f).exp())
+    def root(self, f: Tensor) -> Tensor:
+        """exp(f / 2)."""
+        return (0.5 * f).exp()
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         rate = f.detach().exp()
