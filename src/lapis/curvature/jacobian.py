@@ -27,8 +27,8 @@ from lapis.network import Network
 KEPT_BYTES = 16 * 2**20
 """Rows of J that take no more than this are kept: reading them is then faster than running the network."""
 
-PROBED_EXAMPLES, PROBED_VECTORS = 32, 8
-"""Examples, and vectors at most, that the ways are timed on."""
+PROBED_EXAMPLES, PROBED_VECTORS, PROBED_BYTES = 32, 8, 16 * 2**20
+"""Examples, vectors and bytes of graph at most that the ways are timed on: a few examples of a large network tell."""
 
 NEARLY = 1.25
 """A way within this factor of the fastest that works on fewer vectors at once, in less memory, is as good."""
@@ -305,7 +305,9 @@ class Jacobian:
         several = count > 1
         if self.forced or several in self._known.way:
             return
-        inputs = take(self.batches[0].inputs, 0, PROBED_EXAMPLES)
+        assert self._known.example_bytes is not None
+        examples = min(PROBED_EXAMPLES, max(1, PROBED_BYTES // self._known.example_bytes[0]))
+        inputs = take(self.batches[0].inputs, 0, examples)
         vectors = self._random(min(count, PROBED_VECTORS))
         seconds: dict[str, float] = {}
         for way in FOR_SEVERAL if several else FOR_ONE:

@@ -37,7 +37,7 @@ BATCHED = frozenset({"batched", "batched_both", "batched_double"})
 BATCHED_BACKWARD = frozenset({"batched_both", "batched_double"})
 FOR_ONE = ("forward", "double", "rows")
 FOR_SEVERAL = ("batched", "batched_both", "batched_double", "double", "forward", "rows")
-LEANEST = ("forward", "double", "batched", "batched_both", "batched_double", "rows")
+LEANEST = ("forward", "double", "batched", "batched_double", "batched_both", "rows")
 """The ways by the memory that they take for several vectors, least first."""
 
 UNABLE = (RuntimeError, NotImplementedError, DataError)
