@@ -194,7 +194,7 @@ def main() -> None:
     warnings.simplefilter("ignore", lapis.LapisWarning)
     torch.manual_seed(chosen.seed)
     widths = (8, 16, 32, 64) if chosen.quick else (64, 128, 256, 512)
-    few, count, batch, rounds = (16, 16, 8, 8) if chosen.quick else (8, 32, 16, 5)
+    few, count, batch, rounds = (16, 16, 8, 8) if chosen.quick else (16, 32, 16, 6)
     x, y = data(count + 16, chosen.seed)
     x_test, x, y = x[count:], x[:count], y[:count]
     model = resnet(widths, blocks=2, outputs=CLASSES)
