@@ -40,6 +40,8 @@ class Case:
     jobs: tuple[str, ...]
     likelihood: str = "classification"
     tokens: bool = False
+    patience: float = 45.0
+    """Seconds after which a run, or what it starts from, is cut off."""
 
     def inputs(self, n: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -205,7 +207,7 @@ CASES = {
     ),
     "e": Case("Transformer, 16 tokens", Transformer, (TOKENS,), 10, 512, 64, 16, EVERYTHING, tokens=True),
     "f": Case("512 features, 100 classes", lambda: mlp(64, 512, 100), (64,), 100, 1000, 125, 40, LAST),
-    "g": Case("ResNet-18, 11.2M weights", resnet18, (3, 32, 32), 10, 64, 16, 1, LARGE),
+    "g": Case("ResNet-18, 11.2M weights", resnet18, (3, 32, 32), 10, 64, 16, 1, LARGE, patience=180.0),
     "h": Case("CNN, 5k weights", small_cnn, (1, 16, 16), 10, 500, 125, 40, DENSE),
 }
 

@@ -32,11 +32,9 @@ THREADS = 2
 OURS, EPOCH = "lapis", "epoch"
 CONTENDERS = (OURS, *peers.BACKENDS)
 
-TIME_LIMIT = 45.0
-"""Seconds after which a run, or what it starts from, is cut off."""
 MEMORY_LIMIT = 8 * 2**30
-BUSY_LIMIT = 240.0
-"""The same on a busy machine."""
+BUSY = 5.0
+"""How much longer than the case's `patience` a run may take on a busy machine."""
 SLOW = 8.0
 """A run longer than this is not repeated: its first time counts."""
 SHORTEST = 0.25
@@ -144,7 +142,7 @@ class Worker:
 
     def __init__(self, busy: bool, contender: str, case: str, job: str, examples: int | None = None) -> None:
         self.connection, theirs = _context.Pipe()
-        self.limit = BUSY_LIMIT if busy else TIME_LIMIT
+        self.limit = find(case).patience * (BUSY if busy else 1)
         arguments = (theirs, busy, contender, case, job, examples)
         self.process = _context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
