@@ -16,6 +16,7 @@ from lapis.batches import Batch, digest, naming
 from lapis.curvature.block import Block
 from lapis.curvature.dense import DenseBlock
 from lapis.curvature.hessian import add_hessian
+from lapis.curvature.record import Record
 from lapis.curvature.tape import Tape
 from lapis.errors import ModelError
 from lapis.likelihoods import Likelihood
@@ -116,9 +117,14 @@ def _add(
     if not record.batched():  # one by one: collected only for wider products
         at_once = min(at_once, COLLECTED_SEEDS) if curvature.forms_jacobian else 1
     for number, seeds in enumerate(_seeds(curvature, likelihood, f, targets, generator, at_once)):
-        contributions = record.contributions(seeds.detach())  # a noise may have a graph: sums over data have none
-        for block, places in zip(curvature.blocks, curvature.places, strict=True):
-            block.accumulate([contributions[place] for place in places], first=number == 0)
+        _accumulate(curvature, record, seeds.detach(), first=number == 0)  # sums have no graph, though a noise may
+
+
+def _accumulate(curvature: Curvature, record: Record, seeds: Tensor, first: bool) -> None:
+    """What some seeds add; their gradients are gone when the next ones are asked for."""
+    contributions = record.contributions(seeds)
+    for block, places in zip(curvature.blocks, curvature.places, strict=True):
+        block.accumulate([contributions[place] for place in places], first=first)
 
 
 def _bytes(curvature: Curvature) -> tuple[int, int]:

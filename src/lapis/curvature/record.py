@@ -73,6 +73,7 @@ class Record:
             for whole, g in zip(collected, found, strict=True):
                 if whole is not None:
                     whole[:, i] = g
+            del found, g  # before the next seed's
         return [None if whole is None else whole.transpose(0, 1) for whole in collected]
 
     def _batched_gradients(self, edges: list[Any], seeds: Tensor) -> Sequence[Tensor | None] | None:
@@ -104,8 +105,8 @@ class Record:
     def contributions(self, seeds: Tensor, sites: Sequence[Site] | None = None) -> list[Contribution]:
         """What the batch says about each site's weights, for `seeds` (M, B, T, C)."""
         sites = self.tape.sites if sites is None else sites
-        gradients = self.gradients(seeds)
         self._gradients.clear()
+        gradients = self.gradients(seeds)
         uses = [self._uses(site) for site in sites]
         # what only the general rule can do: always, or in this batch (a layer that sees some of the examples, or none)
         loose = [not self._clear(site, found) for site, found in zip(sites, uses, strict=True)]
