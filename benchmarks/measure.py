@@ -1,8 +1,9 @@
 """Time and memory of one job: every contender in a process of its own, taking turns.
 
-A fork server that has imported everything, and computed nothing, gives each contender a fresh process in milliseconds.
-There the contender builds the problem and whatever the job starts from, runs the job for its memory and its answer, and
-then on request for its time. Only one process computes at any moment.
+A fork server that has imported everything, and computed nothing, gives each contender a fresh process in milliseconds,
+one for memory and answer and another for time. There it builds the problem and whatever the job starts from, and runs
+the job on request. Only one process computes at any moment. Where memory is measured the allocator gives large blocks
+back at once: the peak is what was in use together, not what the allocator had kept from before.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ OURS, EPOCH = "lapis", "epoch"
 CONTENDERS = (OURS, *peers.BACKENDS)
 
 MEMORY_LIMIT = 8 * 2**30
+M_MMAP_THRESHOLD, LARGE_BLOCK = -3, 128 * 2**10
+"""glibc's option and its initial value, which otherwise grows with what is freed."""
 BUSY = 5.0
 """How much longer than the case's `patience` a run may take on a busy machine."""
 SLOW = 8.0
@@ -99,7 +102,9 @@ def _prepare(contender: str, case: str, job: str, examples: int | None) -> jobs.
     return peers.prepare(job, made, contender)
 
 
-def _serve(connection: Connection, busy: bool, *what: Any) -> None:
+def _serve(connection: Connection, busy: bool, weighed: bool, *what: Any) -> None:
+    if weighed:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
     threads = 1 if busy else THREADS
@@ -140,10 +145,10 @@ def _message(error: Exception) -> str:
 class Worker:
     """A contender's process, ready to run its job."""
 
-    def __init__(self, busy: bool, contender: str, case: str, job: str, examples: int | None = None) -> None:
+    def __init__(self, contender: str, case: str, job: str, examples: int | None, *, busy: bool, weighed: bool) -> None:
         self.connection, theirs = _context.Pipe()
         self.limit = find(case).patience * (BUSY if busy else 1)
-        arguments = (theirs, busy, contender, case, job, examples)
+        arguments = (theirs, busy, weighed, contender, case, job, examples)
         self.process = _context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -177,14 +182,13 @@ class Worker:
         self.connection.close()
 
 
-def first_runs(worker: Worker, outcome: Outcome) -> None:
-    """Answer and memory; the lower of two runs, because the first also loads code."""
+def weigh(worker: Worker, outcome: Outcome) -> None:
+    """Answer and memory; the lower of two runs if they are short, because the first also loads code."""
     seconds, outcome.memory, outcome.answer = worker.memory()
-    if seconds > SLOW:
-        outcome.seconds = [seconds]
-        return
-    _, memory, _ = worker.memory()
-    outcome.memory = min(outcome.memory, memory)
+    if seconds < SLOW:
+        _, memory, _ = worker.memory()
+        outcome.memory = min(outcome.memory, memory)
+    worker.close()
 
 
 def measure(
@@ -198,11 +202,10 @@ def measure(
     workers: dict[str, Worker] = {}
     for contender, outcome in outcomes.items():
         try:
-            workers[contender] = Worker(busy, contender, case, job, examples)
-            first_runs(workers[contender], outcome)
+            weigh(Worker(contender, case, job, examples, busy=busy, weighed=True), outcome)
+            workers[contender] = Worker(contender, case, job, examples, busy=busy, weighed=False)
         except Failed as failure:
             outcome.error = str(failure)
-            workers.pop(contender, None)
     repeats: dict[str, int] = {}
     for turn in range(rounds):
         waiting = [name for name in workers if not outcomes[name].seconds or outcomes[name].seconds[0] < SLOW]
@@ -213,6 +216,10 @@ def measure(
             try:
                 time.sleep(PAUSE)
                 if name not in repeats:
+                    first = workers[name].time(1)  # also loads code
+                    if first > SLOW:
+                        seconds.append(first)
+                        continue
                     repeats[name] = math.ceil(SHORTEST / workers[name].time(1))
                 seconds.append(workers[name].time(repeats[name]))
             except Failed as failure:
