@@ -11,12 +11,12 @@ stored whole unless a structure asks for its `rows`:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lapis.curvature.products import add_half_gram, half_gram
+from lapis.curvature.products import add_half_gram
 
 CHUNK_BYTES = 16 * 2**20
 """Largest explicit piece of a Jacobian held while contracting it; about the size of a last-level cache."""
@@ -36,8 +36,6 @@ class Outer:
     inputs: Callable[[], Tensor]
     g: Tensor
     bias: bool = False
-    shared: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
-    """What was computed from g alone, for a weight and its bias when these are sites of their own."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,9 +115,7 @@ class Outer:
         total = self.g.new_zeros(batch * seeds, batch * seeds)
         step = max(1, CHUNK_BYTES // (self.g.element_size() * batch * seeds * groups * variance.shape[-1]))
         for o in range(0, outputs, step):
-            rows = (
-                replace(self, g=self.g[..., o : o + step], shared={}).rows().transpose(0, 1).reshape(batch * seeds, -1)
-            )
+            rows = replace(self, g=self.g[..., o : o + step]).rows().transpose(0, 1).reshape(batch * seeds, -1)
             total += (rows * variance[:, o : o + step].reshape(-1)) @ rows.T
         return total.reshape(batch, seeds, batch, seeds)
 
@@ -160,29 +156,29 @@ class Outer:
     def reduced(self) -> Outer:
         """Positions merged: the mean of a, the sum of g."""
         inputs = self.inputs
-        return replace(self, inputs=lambda: inputs().mean(2, keepdim=True), g=self.g.sum(3, keepdim=True), shared={})
+        return replace(self, inputs=lambda: inputs().mean(2, keepdim=True), g=self.g.sum(3, keepdim=True))
 
     def add_input_moment(self, total: Tensor) -> None:
-        """Add the lower triangle of the sum over examples and positions of a a^T to `total` (K, I, I)."""
+        """Add the lower triangle of the sum over examples and positions of a a^T to `total` (K, I, I).
+
+        The bias counts where `total` has a column for it.
+        """
         for group, each in enumerate(self.inputs().flatten(1, 2)):
             width = each.shape[1]
             add_half_gram(total[group, :width, :width], each)
-            if self.bias:
+            if total.shape[-1] > width:
                 total[group, -1, :width] += each.sum(0)
                 total[group, -1, -1] += each.shape[0]
 
-    def gradient_moment(self) -> Tensor:
-        """The lower triangle of the sum over seeds, examples and positions of g g^T, (K, O, O)."""
-        if "gradient_moment" not in self.shared:
-            self.shared["gradient_moment"] = self._gradient_moment()
-        return self.shared["gradient_moment"]
-
-    def _gradient_moment(self) -> Tensor:
+    def add_gradient_moment(self, total: Tensor) -> None:
+        """Add the lower triangle of the sum over seeds, examples and positions of g g^T to `total` (K, O, O)."""
         channels_first = self.g.stride(-2) == 1 and self.g.shape[-2] > 1
         if channels_first and self.g.shape[-1] <= NARROW:
-            images = self.g.flatten(1, 2)
-            return torch.stack([torch.bmm(each.mT, each).sum(0) for each in images])
-        return torch.stack([half_gram(each) for each in self.g.flatten(1, 3)])
+            for group, images in enumerate(self.g.flatten(1, 2)):
+                total[group] += torch.bmm(images.mT, images).sum(0)
+            return
+        for group, each in enumerate(self.g.flatten(1, 3)):
+            add_half_gram(total[group], each)
 
     @property
     def positions(self) -> int:
@@ -269,9 +265,9 @@ class Lookup:
     def rotate(self, outputs: Tensor) -> Lookup:
         return replace(self, g=outputs[0].mT @ self.g)
 
-    def gradient_moment(self) -> Tensor:
-        """The lower triangle of the sum over seeds, examples and positions of g g^T, (1, O, O)."""
-        return half_gram(self.g.permute(0, 1, 3, 2).flatten(0, 2))[None]
+    def add_gradient_moment(self, total: Tensor) -> None:
+        """Add the lower triangle of the sum over seeds, examples and positions of g g^T to `total` (1, O, O)."""
+        add_half_gram(total[0], self.g.permute(0, 1, 3, 2).flatten(0, 2))
 
     def add_input_moment(self, total: Tensor) -> None:
         """Add how often each row was looked up to `total` (V,): one-hot inputs have a diagonal moment."""

@@ -40,7 +40,6 @@ class Record:
         """Whether what layers take in, such as patches of images, is kept for more seeds of the same batch."""
         self._found: dict[Site, list[tuple[Call, Use]]] = {}
         self._inputs: dict[int, Tensor] = {}
-        self._gradients: dict[tuple[int, ...], tuple[Tensor, dict[str, Tensor]]] = {}
 
     def __len__(self) -> int:
         return self.f.shape[0]
@@ -105,7 +104,6 @@ class Record:
         """What the batch says about each site's weights, for `seeds` (M, B, T, C)."""
         sites = self.tape.sites if sites is None else sites
         gradients = self.gradients(seeds)
-        self._gradients.clear()
         uses = [self._uses(site) for site in sites]
         # what only the general rule can do: always, or in this batch (a layer that sees some of the examples, or none)
         loose = [not self._clear(site, found) for site, found in zip(sites, uses, strict=True)]
@@ -180,10 +178,7 @@ class Record:
         return Rows(torch.stack([self._rows(use, gradients[id(call)], wanted) for call, use in chosen]).sum(0))
 
     def _outer(self, site: Site, uses: list[tuple[OuterUse, Tensor]]) -> Outer:
-        source = tuple(id(raw) for _, raw in uses)
-        if source not in self._gradients:
-            self._gradients[source] = (_joined([use.gradient(raw) for use, raw in uses], 3), {})
-        g, shared = self._gradients[source]
+        g = _joined([use.gradient(raw) for use, raw in uses], 3)
 
         def inputs() -> Tensor:
             if site.weight is None:
@@ -195,7 +190,7 @@ class Record:
                 self._inputs[id(site)] = made
             return made
 
-        return Outer(inputs, g, site.bias is not None, shared)
+        return Outer(inputs, g, site.bias is not None)
 
     @staticmethod
     def _lookup(uses: list[tuple[LookupUse, Tensor]]) -> Lookup:
