@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -122,26 +123,29 @@ class Record:
         """
         network = self.tape.network
         known = [site for site in sites if self._clear(site, self._uses(site))]
-        names = {slot.name for site in known for slot in site.slots}
         generator = torch.Generator(device=self.f.device).manual_seed(0)
         seed = torch.empty_like(self.f).normal_(generator=generator)
         coefficients = self.f.new_empty(len(self)).normal_(generator=generator)
         parameters = list(network.parameters.values())
         mixed = seed * coefficients[:, None, None]
-        exact = torch.autograd.grad(self.f, parameters, mixed, retain_graph=True, allow_unused=True)
-        truth = flat_gradient(exact, parameters)
-        claim = torch.full_like(truth, float("nan"))
+        rest = flat_gradient(
+            torch.autograd.grad(self.f, parameters, mixed, retain_graph=True, allow_unused=True), parameters
+        )
+        parts = network.unflatten(rest)
+        relative, floor = (1e-8, 1e-12) if rest.dtype == torch.float64 else (1e-3, 1e-6)
+        whole = floor * rest.norm()
+        allowed = {name: relative * part.norm() + whole for name, part in parts.items()}
+        claimed: Counter[str] = Counter()
         for site, contribution in zip(known, self.contributions(seed[None], known), strict=True):
-            site.scatter(contribution.gradient(coefficients).reshape(site.shape), claim, network)
-        relative, floor = (1e-8, 1e-12) if truth.dtype == torch.float64 else (1e-3, 1e-6)
-        wrong = set()
-        for name in names:
-            offset = network.offsets[name]
-            span = slice(offset, offset + network.parameters[name].numel())
-            error = (truth[span] - claim[span]).norm()
-            if not bool(error <= relative * truth[span].norm() + floor * truth.norm()):
-                wrong.add(name)
-        return wrong
+            claims = site.parts(contribution.gradient(coefficients).reshape(site.shape))
+            for slot, claim, (start, stop) in zip(site.slots, claims, site.spans(network), strict=True):
+                rest[start:stop] -= slot.restore(claim)
+                claimed[slot.name] += slot.size
+        return {
+            name
+            for name, entries in claimed.items()
+            if entries != parts[name].numel() or not bool(parts[name].norm() <= allowed[name])
+        }
 
     def _clear(self, site: Site, found: list[tuple[Call, Use]]) -> bool:
         """Whether there are uses, all known, and of the site's kind."""
