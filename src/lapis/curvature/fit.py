@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch, digest, naming
+from lapis.batches import Batch, all_finite, digest, naming
 from lapis.curvature.block import Block
 from lapis.curvature.dense import DenseBlock
 from lapis.curvature.hessian import add_hessian
@@ -178,7 +178,7 @@ def position_seeds(factor: Tensor, at_once: int) -> Iterator[Tensor]:
 
 def check_outputs(f: Tensor, outputs: int, where: str) -> None:
     """Refuse outputs that are not finite, or of another width than those of the fit."""
-    if not bool(torch.isfinite(f).all()):
+    if not all_finite(f):
         raise ModelError(
             f"The network's outputs for {where} are not finite",
             expected="finite outputs",

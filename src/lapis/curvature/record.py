@@ -39,7 +39,7 @@ class Record:
         self.calls = list({id(call): call for call, _ in uses}.values())
         self.keep_inputs = False
         """Whether what layers take in, such as patches of images, is kept for more seeds of the same batch."""
-        self._found: dict[Site, list[tuple[Call, Use]]] = {}
+        self._found: dict[int, list[tuple[Call, Use]]] = {}
         self._inputs: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
@@ -155,14 +155,14 @@ class Record:
 
     def _uses(self, site: Site) -> list[tuple[Call, Use]]:
         """The uses of a site's weights; looked up once, since every seed asks for them."""
-        if site not in self._found:
+        if id(site) not in self._found:
             wanted = {slot.rows for slot in site.slots}
-            self._found[site] = [
+            self._found[id(site)] = [
                 (call, use)
                 for call, use in self.uses
                 if wanted & {s.rows for s in (use.weight, use.bias) if s is not None}
             ]
-        return self._found[site]
+        return self._found[id(site)]
 
     def _general(self, site: Site, rows: dict[str, Tensor]) -> Rows:
         """Rows of the general rule in the site's order."""
