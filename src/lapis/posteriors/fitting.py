@@ -123,7 +123,7 @@ def laplace(
             lowrank and implicit structures are always exact.
         temperature: the likelihood enters as p(D | theta)^(1 / temperature).
         sharing: how Kronecker factors treat positions that share weights: each an example, or merged first.
-        bias: whether a bias shares its weight's Kronecker block or has its own.
+        bias: whether a bias is correlated with its weights in the Kronecker posterior, or independent of them.
         rank: eigenpairs of the lowrank structure; when None, all above a hundredth of the smallest prior precision.
         generator: source of randomness for sampled curvature; seeded with 0 when not given.
         batch_size: for data that are not batched yet.
