@@ -295,6 +295,16 @@ def test_a_newer_format_is_refused_by_its_name(saved: tuple[Path, nn.Module]) ->
     refused(path, model, "newer Lapis", "format 1 or older", "format 2", "upgrade")
 
 
+def test_a_file_from_before_biases_of_their_own_shared_a_block(saved: tuple[Path, nn.Module]) -> None:
+    """Such files list a bias of its own as a site, and say nothing about biases elsewhere."""
+    path, model = saved
+    now = lapis.load(path, model)
+    config, tensors = files.read(path)
+    assert config.pop("bias") == "joint"
+    files.write(path, config, tensors)
+    assert_same(now, lapis.load(path, model), X)
+
+
 def test_another_file_is_refused(tmp_path: Path) -> None:
     model = network()
     other = tmp_path / "weights.safetensors"

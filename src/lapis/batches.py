@@ -163,7 +163,7 @@ def _tensor(values: Any, what: str) -> Tensor:
 
 def all_finite(tensor: Tensor) -> bool:
     """No NaN or infinity. A finite sum settles it in one pass; only an overflowing one needs a look at every entry."""
-    if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
+    if not tensor.is_floating_point() or math.isfinite(tensor.detach().sum()):
         return True
     return bool(torch.isfinite(tensor).all())
 
@@ -276,8 +276,9 @@ def digest(inputs: Inputs, targets: Tensor) -> int:
     """
     length = targets.shape[0]
     parts = [_some(tensor.reshape(length, -1)).float() + 0.0 for tensor in (*tensors_in(inputs), targets)]
-    bits = torch.cat(parts, 1).contiguous().view(torch.int32).long()
-    place = torch.arange(1, bits.shape[1] + 1, device=bits.device)
+    # in numpy, whose operations on small arrays cost less than torch's
+    bits = torch.cat(parts, 1).detach().cpu().numpy().view(np.int32).astype(np.int64)
+    place = np.arange(1, bits.shape[1] + 1, dtype=np.int64)
     total = ((bits + 1) * _mixed(place)).sum(1)
     return int(_mixed(total).sum()) % 2**64
 
@@ -287,9 +288,11 @@ def _some(rows: Tensor) -> Tensor:
     return rows[:, :: max(1, rows.shape[1] // DIGEST_ENTRIES)]
 
 
-def _mixed(numbers: Tensor) -> Tensor:
+def _mixed(numbers: np.ndarray) -> np.ndarray:
     """A bijection of 64-bit integers that leaves no pattern (splitmix64 with arithmetic shifts)."""
-    mixed = numbers * -7046029254386353131
-    mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
-    mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685
-    return mixed ^ (mixed >> 31)
+    mixed: np.ndarray = numbers * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed ^= mixed >> shift
+        mixed *= factor
+    mixed ^= mixed >> 31
+    return mixed

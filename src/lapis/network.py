@@ -232,7 +232,7 @@ class Network:
         for name, tensor in self.module.state_dict().items():
             if isinstance(tensor, Tensor):
                 digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 

@@ -41,8 +41,10 @@ def close(one: Tensor, two: Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, two)
     tolerance = 1e-3 if one.dtype != torch.float64 else 1e-8
-    scale = torch.maximum(one.abs().max(), two.abs().max()) if one.numel() else one.new_zeros(())
-    return bool(((one - two).abs() <= tolerance * scale + torch.finfo(one.dtype).tiny).all())
+    if not one.numel():
+        return True
+    error, *sizes = (float(tensor.detach().abs().max()) for tensor in (one - two, one, two))
+    return error <= tolerance * max(sizes) + torch.finfo(one.dtype).tiny
 
 
 def locate(large: Tensor, small: Tensor, many: int, few: int) -> list[BatchAxis]:

@@ -11,12 +11,12 @@ stored whole unless a structure asks for its `rows`:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lapis.curvature.products import add_half_gram, half_gram
+from lapis.curvature.products import add_half_gram
 
 CHUNK_BYTES = 16 * 2**20
 """Largest explicit piece of a Jacobian held while contracting it; about the size of a last-level cache."""
@@ -36,8 +36,6 @@ class Outer:
     inputs: Callable[[], Tensor]
     g: Tensor
     bias: bool = False
-    shared: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
-    """What was computed from g alone, for a weight and its bias when these are sites of their own."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,19 +75,20 @@ class Outer:
                 jacobian = torch.bmm(g.reshape(a.shape[0], -1, positions), a)
                 yield examples, chosen, jacobian.reshape(*g.shape[:-1], inputs), g.sum(-1)
 
-    def square_sum(self) -> Tensor:
-        """sum over examples and seeds of J^2, (K, O, I)."""
+    def add_square_sum(self, total: Tensor) -> None:
+        """Add the sum over examples and seeds of J^2 to `total` (K, O, I)."""
+        weights = total[..., : total.shape[-1] - int(self.bias)]
         if self.g.shape[3] == 1:
-            g2 = _squares(self.g.squeeze(3))
-            total = torch.bmm(g2.mT, self.inputs().squeeze(2).square())
-            return torch.cat([total, g2.sum(1)[..., None]], -1) if self.bias else total
-        parts: dict[int, Tensor] = {}
+            for group, g in enumerate(self.g.squeeze(3)):
+                g2 = _squares(g)
+                torch.addmm(weights[group], g2.mT, self.inputs()[group].squeeze(1).square(), out=weights[group])
+                if self.bias:
+                    total[group, :, -1] += g2.sum(0)
+            return
         for _, chosen, jacobian, column in self.pieces():
-            part = jacobian.square_().sum((0, 2))
+            weights[:, chosen] += jacobian.square_().sum((0, 2))
             if self.bias:
-                part = torch.cat([part, column.square().sum((0, 2))[..., None]], -1)
-            parts[chosen.start] = parts[chosen.start] + part if chosen.start in parts else part
-        return torch.cat(list(parts.values()), 1)
+                total[:, chosen, -1] += column.square().sum((0, 2))
 
     def covariance(self, variance: Tensor, diagonal: bool) -> Tensor:
         """J diag(variance) J^T for each example: (B, M, M), or its diagonal (B, M). `variance`: (K, O, I)."""
@@ -117,9 +116,7 @@ class Outer:
         total = self.g.new_zeros(batch * seeds, batch * seeds)
         step = max(1, CHUNK_BYTES // (self.g.element_size() * batch * seeds * groups * variance.shape[-1]))
         for o in range(0, outputs, step):
-            rows = (
-                replace(self, g=self.g[..., o : o + step], shared={}).rows().transpose(0, 1).reshape(batch * seeds, -1)
-            )
+            rows = replace(self, g=self.g[..., o : o + step]).rows().transpose(0, 1).reshape(batch * seeds, -1)
             total += (rows * variance[:, o : o + step].reshape(-1)) @ rows.T
         return total.reshape(batch, seeds, batch, seeds)
 
@@ -141,8 +138,13 @@ class Outer:
     def gradient(self, coefficients: Tensor) -> Tensor:
         """sum over examples of coefficient_b J[b, 0], (K, O, I)."""
         g = (self.g[:, 0] * coefficients[:, None, None]).flatten(1, 2).mT
-        total = torch.bmm(g, self.inputs().flatten(1, 2))
-        return torch.cat([total, g.sum(-1, keepdim=True)], -1) if self.bias else total
+        a = self.inputs().flatten(1, 2)
+        total = g.new_empty(*g.shape[:2], a.shape[-1] + int(self.bias))
+        for group, weights in enumerate(total[..., : a.shape[-1]]):
+            torch.mm(g[group], a[group], out=weights)
+        if self.bias:
+            total[..., -1] = g.sum(-1)
+        return total
 
     def rotate(self, inputs: Tensor, outputs: Tensor) -> Outer | Rows:
         """In the bases of `inputs` (K, I, I) and `outputs` (K, O, O): a Q_A and g Q_G, or J where that is smaller."""
@@ -160,29 +162,29 @@ class Outer:
     def reduced(self) -> Outer:
         """Positions merged: the mean of a, the sum of g."""
         inputs = self.inputs
-        return replace(self, inputs=lambda: inputs().mean(2, keepdim=True), g=self.g.sum(3, keepdim=True), shared={})
+        return replace(self, inputs=lambda: inputs().mean(2, keepdim=True), g=self.g.sum(3, keepdim=True))
 
     def add_input_moment(self, total: Tensor) -> None:
-        """Add the lower triangle of the sum over examples and positions of a a^T to `total` (K, I, I)."""
+        """Add the lower triangle of the sum over examples and positions of a a^T to `total` (K, I, I).
+
+        The bias counts where `total` has a column for it.
+        """
         for group, each in enumerate(self.inputs().flatten(1, 2)):
             width = each.shape[1]
             add_half_gram(total[group, :width, :width], each)
-            if self.bias:
+            if total.shape[-1] > width:
                 total[group, -1, :width] += each.sum(0)
                 total[group, -1, -1] += each.shape[0]
 
-    def gradient_moment(self) -> Tensor:
-        """The lower triangle of the sum over seeds, examples and positions of g g^T, (K, O, O)."""
-        if "gradient_moment" not in self.shared:
-            self.shared["gradient_moment"] = self._gradient_moment()
-        return self.shared["gradient_moment"]
-
-    def _gradient_moment(self) -> Tensor:
+    def add_gradient_moment(self, total: Tensor) -> None:
+        """Add the lower triangle of the sum over seeds, examples and positions of g g^T to `total` (K, O, O)."""
         channels_first = self.g.stride(-2) == 1 and self.g.shape[-2] > 1
         if channels_first and self.g.shape[-1] <= NARROW:
-            images = self.g.flatten(1, 2)
-            return torch.stack([torch.bmm(each.mT, each).sum(0) for each in images])
-        return torch.stack([half_gram(each) for each in self.g.flatten(1, 3)])
+            for group, images in enumerate(self.g.flatten(1, 2)):
+                total[group] += torch.bmm(images.mT, images).sum(0)
+            return
+        for group, each in enumerate(self.g.flatten(1, 3)):
+            add_half_gram(total[group], each)
 
     @property
     def positions(self) -> int:
@@ -191,10 +193,10 @@ class Outer:
 
 
 def _squares(g: Tensor) -> Tensor:
-    """The sum over seeds of g^2 for g (K, M, ...), without a copy of g."""
-    total = g[:, 0].square()
-    for seed in range(1, g.shape[1]):
-        total.addcmul_(g[:, seed], g[:, seed])
+    """The sum over seeds of g^2 for g (M, ...), without a copy of g."""
+    total = g[0].square()
+    for each in g[1:]:
+        total.addcmul_(each, each)
     return total
 
 
@@ -242,12 +244,11 @@ class Lookup:
     def rows(self) -> Tensor:
         return self.as_outer().rows()
 
-    def square_sum(self) -> Tensor:
+    def add_square_sum(self, total: Tensor) -> None:
+        """Add the sum over examples and seeds of J^2 to `total` (1, O, V)."""
         # (sum_t g_t)^2 over the positions of a row = sum_t g_t (sum of g over t's own row)
         per_position = (self.g * (self.g @ self._same())).sum(0)
-        total = self.g.new_zeros(self.g.shape[2], self.entries)
-        total.index_add_(1, self.index.reshape(-1), per_position.transpose(0, 1).flatten(1))
-        return total[None]
+        total[0].index_add_(1, self.index.reshape(-1), per_position.transpose(0, 1).flatten(1))
 
     def covariance(self, variance: Tensor, diagonal: bool) -> Tensor:
         weight = variance[0][:, self.index].permute(1, 0, 2)
@@ -269,9 +270,9 @@ class Lookup:
     def rotate(self, outputs: Tensor) -> Lookup:
         return replace(self, g=outputs[0].mT @ self.g)
 
-    def gradient_moment(self) -> Tensor:
-        """The lower triangle of the sum over seeds, examples and positions of g g^T, (1, O, O)."""
-        return half_gram(self.g.permute(0, 1, 3, 2).flatten(0, 2))[None]
+    def add_gradient_moment(self, total: Tensor) -> None:
+        """Add the lower triangle of the sum over seeds, examples and positions of g g^T to `total` (1, O, O)."""
+        add_half_gram(total[0], self.g.permute(0, 1, 3, 2).flatten(0, 2))
 
     def add_input_moment(self, total: Tensor) -> None:
         """Add how often each row was looked up to `total` (V,): one-hot inputs have a diagonal moment."""
@@ -303,8 +304,9 @@ class Rows:
     def rows(self) -> Tensor:
         return self.values
 
-    def square_sum(self) -> Tensor:
-        return self.values.square().sum((0, 1))
+    def add_square_sum(self, total: Tensor) -> None:
+        """Add the sum over examples and seeds of J^2 to `total`, which has as many entries."""
+        total += self.values.square().sum((0, 1)).reshape(total.shape)
 
     def covariance(self, variance: Tensor, diagonal: bool) -> Tensor:
         jacobian, variance = self.values.transpose(0, 1), variance.reshape(-1)

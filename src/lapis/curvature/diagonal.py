@@ -31,8 +31,7 @@ class DiagonalBlock(Block):
         return self._curvature.total
 
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
-        recent = self._curvature.recent(contributions[0].dtype)
-        recent += contributions[0].square_sum().reshape(self.site.shape)
+        contributions[0].add_square_sum(self._curvature.recent(contributions[0].dtype))
 
     def gaussian(self, prior: WeightPrior, scale: Tensor) -> DiagonalGaussian:
         return DiagonalGaussian(scale * self.curvature + site_precision(prior, self.site))

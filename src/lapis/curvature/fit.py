@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch, digest, naming
+from lapis.batches import Batch, all_finite, digest, naming
 from lapis.curvature.block import Block
 from lapis.curvature.dense import DenseBlock
 from lapis.curvature.hessian import add_hessian
@@ -131,9 +131,9 @@ def _bytes(curvature: Curvature) -> tuple[int, int]:
     """Working memory for an example: independent of seeds, and for each seed."""
     inputs, most, gradients = curvature.tape.example_bytes
     rows = sum(block.size for block in curvature.blocks if block.takes_rows)
-    # outputs of layers, before and after what follows them, are about as large as gradients
+    # outputs of layers are about as large as gradients, and there are both before and after what follows a layer
     fixed = 2 * (inputs if curvature.forms_jacobian else most) + 2 * gradients
-    return fixed, gradients + rows * curvature.tape.network.dtype.itemsize
+    return fixed, 2 * gradients + rows * curvature.tape.network.dtype.itemsize
 
 
 def examples_at_once(curvature: Curvature, seeds: int, work: int) -> int:
@@ -184,7 +184,7 @@ def position_seeds(factor: Tensor, at_once: int) -> Iterator[Tensor]:
 
 def check_outputs(f: Tensor, outputs: int, where: str) -> None:
     """Refuse outputs that are not finite, or of another width than those of the fit."""
-    if not bool(torch.isfinite(f).all()):
+    if not all_finite(f):
         raise ModelError(
             f"The network's outputs for {where} are not finite",
             expected="finite outputs",

@@ -4,6 +4,9 @@ A = E[a a^T] over examples and positions, G = sum over examples, seeds and posit
 factors and prior precision d the posterior precision has eigenvalues l_G l_A + d exactly; the factors are never damped
 apart. Different prior precisions for the columns of A (weights against bias) are exact as well: scale A by D^-1/2 on
 both sides, and the prior is one.
+
+A bias that is independent of its weights has the same G and an A of one, so the two make one block whose A is that of
+the weights with a one beside it: G is summed, decomposed and multiplied with once.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lapis.curvature.block import Block, BlockGaussian, common_group, site_precision
 from lapis.curvature.contributions import Contribution, Lookup, Outer, Rows
@@ -27,23 +31,25 @@ from lapis.priors import WeightPrior
 class KroneckerBlock(Block):
     """Sums behind A (K, I, I), or its diagonal (V,) for look-ups, and G (K, O, O), one pair for each of K groups.
 
-    Of the symmetric sums only the lower triangles are filled.
+    Of the symmetric sums only the lower triangles are filled. A bias of its own (`bias="separate"`) has no column in A.
     """
 
     kind = "kronecker"
     forms_jacobian = False
 
-    def __init__(self, sites: Sequence[Site], sharing: str = "expand") -> None:
+    def __init__(self, sites: Sequence[Site], sharing: str = "expand", bias: str = "joint") -> None:
         super().__init__(sites)
         (self.site,) = self.sites
-        self.sharing = sharing
+        self.sharing, self.bias = sharing, bias
+        self.apart = bias == "separate" and len(self.site.slots) == 2
         groups, outputs, inputs = self.site.shape
+        inputs -= int(self.apart)
         moment = (inputs,) if self.site.kind == "lookup" else (groups, inputs, inputs)
         self._inputs = Moment(moment)
         self._gradients = Moment((groups, outputs, outputs))
         self.positions = torch.zeros((), dtype=torch.float64)
         self._eigen: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
-        self._spectrum: Spectrum | None = None
+        self._spectra: list[Spectrum] | None = None
 
     @property
     def inputs(self) -> Tensor:
@@ -63,8 +69,7 @@ class KroneckerBlock(Block):
         if first:
             contribution.add_input_moment(self._inputs.recent(dtype))
             self.positions += contribution.positions
-        recent = self._gradients.recent(dtype)
-        recent += contribution.gradient_moment()
+        contribution.add_gradient_moment(self._gradients.recent(dtype))
 
     def _refuse(self, contribution: Rows) -> None:
         """A batch that uses the weights in a way that has no Kronecker factors; not using them at all is fine."""
@@ -77,25 +82,30 @@ class KroneckerBlock(Block):
             )
 
     def mean_inputs(self) -> Tensor:
-        """The lower triangle of A, or its diagonal for look-ups."""
+        """The lower triangle of A without a bias of its own, or its diagonal for look-ups."""
         return self.inputs / self.positions.clamp(min=1)
 
     def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Eigenvalues and vectors of G, then of A (no vectors for look-ups: A is diagonal); computed once."""
         if self._eigen is None:
             inputs = self.mean_inputs()
-            of_inputs = (inputs[None], None) if self.site.kind == "lookup" else _eigh(inputs)
-            self._eigen = (*_eigh(self.gradients), *of_inputs)
+            values, vectors = (inputs[None], None) if self.site.kind == "lookup" else _eigh(inputs)
+            if self.apart and vectors is not None:
+                values, vectors = pad(values, (0, 1), value=1.0), pad(vectors, (0, 1, 0, 1))
+                vectors[:, -1, -1] = 1.0
+            self._eigen = (*_eigh(self.gradients), values, vectors)
         return self._eigen
 
     def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
         group = common_group(prior, self.sites)
-        if group is None:
+        if prior.group_of is None or (group is None and not self.apart):
             return None
-        if self._spectrum is None:
+        if self._spectra is None:
             values_g, _, values_a, _ = self.eigen()
-            self._spectrum = product_spectrum(values_g, values_a)
-        return [(group, self._spectrum)]
+            parts = self.site.parts(values_a) if self.apart else [values_a]
+            self._spectra = [product_spectrum(values_g, part) for part in parts]
+        slots = self.site.slots[: len(self._spectra)]
+        return [(prior.group_of[slot.name], part) for slot, part in zip(slots, self._spectra, strict=True)]
 
     def check(self, prior: WeightPrior) -> None:
         if prior.group_of is None or prior.scales is not None:
@@ -118,24 +128,26 @@ class KroneckerBlock(Block):
     def load(self, state: dict[str, Tensor]) -> None:
         self._inputs, self._gradients = (Moment(state[name].shape, state[name]) for name in ("inputs", "gradients"))
         self.positions = state["positions"]
-        self._eigen = self._spectrum = None
+        self._eigen = self._spectra = None
 
     def _options(self) -> dict[str, Any]:
-        return {"sites": self.sites, "sharing": self.sharing}
+        return {"sites": self.sites, "sharing": self.sharing, "bias": self.bias}
 
 
 class KroneckerGaussian(BlockGaussian):
     """Precision (Q_G (x) W) diag(eigenvalues) (Q_G (x) W)^T, so covariance (Q_G (x) R) diag(1 / eigenvalues) (...)^T.
 
-    With one prior precision W = R = Q_A; with one for each input column, D, W = D^1/2 Q_A and R = D^-1/2 Q_A. For
-    look-ups W and R are the identity, written None.
+    With one prior precision W = R = Q_A; with one for each input column, D, W = D^1/2 Q_A and R = D^-1/2 Q_A. A bias of
+    its own is an eigenvector of A already and keeps its own precision. For look-ups W and R are the identity, written
+    None.
     """
 
     def __init__(self, block: KroneckerBlock, prior: Tensor, scale: Tensor) -> None:
         self.block, self.prior, self.scale = block, prior, scale
         values_g, self.outputs, values_a, vectors_a = block.eigen()
         self.shift = prior
-        if prior.dim() == 0:
+        self.scaled = prior.dim() > 0 and not block.apart
+        if not self.scaled:
             self.forth = self.back = vectors_a
         else:
             root = prior.sqrt()  # derivatives in it need the whole matrix
@@ -156,7 +168,7 @@ class KroneckerGaussian(BlockGaussian):
     def logdet(self) -> Tensor:
         value = self.eigenvalues.log().sum()
         groups, outputs, _ = self.block.site.shape
-        return value if self.prior.dim() == 0 else value + groups * outputs * self.prior.log().sum()
+        return value + groups * outputs * self.prior.log().sum() if self.scaled else value
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """Variances 1 / eigenvalues, Q_G and R in the network's dtype; kept for the next call."""

@@ -273,5 +273,5 @@ def _double(contribution: Contribution) -> Contribution:
         return Rows(contribution.values.double())
     if isinstance(contribution, Outer):
         inputs = contribution.inputs
-        return replace(contribution, inputs=lambda: inputs().double(), g=contribution.g.double(), shared={})
+        return replace(contribution, inputs=lambda: inputs().double(), g=contribution.g.double())
     return replace(contribution, g=contribution.g.double())

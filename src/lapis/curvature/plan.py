@@ -23,11 +23,11 @@ from lapis.network import Network
 Key = tuple[tuple[str, int, int] | None, tuple[str, int, int] | None]
 
 
-def plan(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs, separate_bias: bool = False) -> Tape:
+def plan(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs) -> Tape:
     """A tape that knows its sites; `inputs` are a few examples. Must run inside `network.prepared()`."""
     tape = Tape(network, outputs)
     record = tape.record(inputs)
-    sites, loose = _sites(network, [use for _, use in record.uses], separate_bias)
+    sites, loose = _sites(network, [use for _, use in record.uses])
     loose |= record.lost | record.unexplained(sites)
     tape.general = frozenset(loose)
     kept = [site for site in sites if not any(slot.name in loose for slot in site.slots)]
@@ -56,7 +56,7 @@ def _key(use: Use) -> Key:
     return (use.weight.rows if use.weight else None, use.bias.rows if use.bias else None)
 
 
-def _sites(network: Network, uses: list[Use], separate_bias: bool) -> tuple[list[Site], set[str]]:
+def _sites(network: Network, uses: list[Use]) -> tuple[list[Site], set[str]]:
     """Sites from recorded uses, and the names of parameters that no use explains wholly."""
     keys = {_key(use) for use in uses}
     occurrences = Counter(rows for key in keys for rows in key if rows is not None)
@@ -64,7 +64,7 @@ def _sites(network: Network, uses: list[Use], separate_bias: bool) -> tuple[list
     joint: dict[Key, Site] = {}
     for use in uses:
         shared = any(rows is not None and occurrences[rows] > 1 for rows in _key(use))
-        if isinstance(use, OuterUse) and use.weight and use.bias and not shared and not separate_bias:
+        if isinstance(use, OuterUse) and use.weight and use.bias and not shared:
             joint[_key(use)] = Site("outer", use.weight, use.bias)
         else:
             for slot in (use.weight, use.bias):

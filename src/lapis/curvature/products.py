@@ -14,18 +14,11 @@ SETTLE = 16
 """Terms added in the network's own precision before they move on to float64."""
 
 
-def half_gram(x: Tensor) -> Tensor:
-    """x^T x for x (n, k), right in its lower triangle only: little more than half the work of a general product.
+def add_half_gram(total: Tensor, x: Tensor) -> None:
+    """Add the lower triangle of x^T x, x (n, k), to `total` (k, k): little more than half a general product's work.
 
     BLAS has such a product, but torch does not expose it, and another library's threads would fight with torch's.
     """
-    total = x.new_zeros(x.shape[1], x.shape[1])
-    add_half_gram(total, x)
-    return total
-
-
-def add_half_gram(total: Tensor, x: Tensor) -> None:
-    """Add the lower triangle of x^T x to `total` (k, k), in place."""
     x, width = x.detach(), x.shape[1]
     for start in range(0, width, STRIP):
         stop = min(start + STRIP, width)

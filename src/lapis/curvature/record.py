@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,8 @@ class Record:
         self.calls = list({id(call): call for call, _ in uses}.values())
         self.keep_inputs = False
         """Whether what layers take in, such as patches of images, is kept for more seeds of the same batch."""
-        self._found: dict[Site, list[tuple[Call, Use]]] = {}
+        self._found: dict[int, list[tuple[Call, Use]]] = {}
         self._inputs: dict[int, Tensor] = {}
-        self._gradients: dict[tuple[int, ...], tuple[Tensor, dict[str, Tensor]]] = {}
 
     def __len__(self) -> int:
         return self.f.shape[0]
@@ -105,7 +105,6 @@ class Record:
     def contributions(self, seeds: Tensor, sites: Sequence[Site] | None = None) -> list[Contribution]:
         """What the batch says about each site's weights, for `seeds` (M, B, T, C)."""
         sites = self.tape.sites if sites is None else sites
-        self._gradients.clear()
         gradients = self.gradients(seeds)
         uses = [self._uses(site) for site in sites]
         # what only the general rule can do: always, or in this batch (a layer that sees some of the examples, or none)
@@ -125,26 +124,29 @@ class Record:
         """
         network = self.tape.network
         known = [site for site in sites if self._clear(site, self._uses(site))]
-        names = {slot.name for site in known for slot in site.slots}
         generator = torch.Generator(device=self.f.device).manual_seed(0)
         seed = torch.empty_like(self.f).normal_(generator=generator)
         coefficients = self.f.new_empty(len(self)).normal_(generator=generator)
         parameters = list(network.parameters.values())
         mixed = seed * coefficients[:, None, None]
-        exact = torch.autograd.grad(self.f, parameters, mixed, retain_graph=True, allow_unused=True)
-        truth = flat_gradient(exact, parameters)
-        claim = torch.full_like(truth, float("nan"))
+        rest = flat_gradient(
+            torch.autograd.grad(self.f, parameters, mixed, retain_graph=True, allow_unused=True), parameters
+        )
+        parts = network.unflatten(rest)
+        relative, floor = (1e-8, 1e-12) if rest.dtype == torch.float64 else (1e-3, 1e-6)
+        whole = floor * rest.norm()
+        allowed = {name: relative * part.norm() + whole for name, part in parts.items()}
+        claimed: Counter[str] = Counter()
         for site, contribution in zip(known, self.contributions(seed[None], known), strict=True):
-            site.scatter(contribution.gradient(coefficients).reshape(site.shape), claim, network)
-        relative, floor = (1e-8, 1e-12) if truth.dtype == torch.float64 else (1e-3, 1e-6)
-        wrong = set()
-        for name in names:
-            offset = network.offsets[name]
-            span = slice(offset, offset + network.parameters[name].numel())
-            error = (truth[span] - claim[span]).norm()
-            if not bool(error <= relative * truth[span].norm() + floor * truth.norm()):
-                wrong.add(name)
-        return wrong
+            claims = site.parts(contribution.gradient(coefficients).reshape(site.shape))
+            for slot, claim, (start, stop) in zip(site.slots, claims, site.spans(network), strict=True):
+                rest[start:stop] -= slot.restore(claim)
+                claimed[slot.name] += slot.size
+        return {
+            name
+            for name, entries in claimed.items()
+            if entries != parts[name].numel() or not bool(parts[name].norm() <= allowed[name])
+        }
 
     def _clear(self, site: Site, found: list[tuple[Call, Use]]) -> bool:
         """Whether there are uses, all known, and of the site's kind."""
@@ -154,14 +156,14 @@ class Record:
 
     def _uses(self, site: Site) -> list[tuple[Call, Use]]:
         """The uses of a site's weights; looked up once, since every seed asks for them."""
-        if site not in self._found:
+        if id(site) not in self._found:
             wanted = {slot.rows for slot in site.slots}
-            self._found[site] = [
+            self._found[id(site)] = [
                 (call, use)
                 for call, use in self.uses
                 if wanted & {s.rows for s in (use.weight, use.bias) if s is not None}
             ]
-        return self._found[site]
+        return self._found[id(site)]
 
     def _general(self, site: Site, rows: dict[str, Tensor]) -> Rows:
         """Rows of the general rule in the site's order."""
@@ -181,10 +183,7 @@ class Record:
         return Rows(torch.stack([self._rows(use, gradients[id(call)], wanted) for call, use in chosen]).sum(0))
 
     def _outer(self, site: Site, uses: list[tuple[OuterUse, Tensor]]) -> Outer:
-        source = tuple(id(raw) for _, raw in uses)
-        if source not in self._gradients:
-            self._gradients[source] = (_joined([use.gradient(raw) for use, raw in uses], 3), {})
-        g, shared = self._gradients[source]
+        g = _joined([use.gradient(raw) for use, raw in uses], 3)
 
         def inputs() -> Tensor:
             if site.weight is None:
@@ -196,7 +195,7 @@ class Record:
                 self._inputs[id(site)] = made
             return made
 
-        return Outer(inputs, g, site.bias is not None, shared)
+        return Outer(inputs, g, site.bias is not None)
 
     @staticmethod
     def _lookup(uses: list[tuple[LookupUse, Tensor]]) -> Lookup:

@@ -176,9 +176,8 @@ def listening(
     network: Network, ignored: frozenset[str], rules: Mapping[type[nn.Module], ModuleRule]
 ) -> Iterator[Recorder]:
     """A recorder of the calls that use chosen weights, but for `ignored` parameters, while the context lasts."""
-    modules = [
-        (f"{path}." if path else "", module) for path, module in network.module.named_modules() if type(module) in rules
-    ]
+    named = network.module.named_modules() if rules else ()
+    modules = [(f"{path}." if path else "", module) for path, module in named if type(module) in rules]
     own = {
         prefix: [
             name

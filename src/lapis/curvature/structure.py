@@ -76,8 +76,10 @@ def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Stru
     return structure, structure
 
 
-def build_blocks(structure: Structure, sites: Sequence[Site], sharing: str, memory_budget: int) -> list[Block]:
-    """Empty blocks that partition the sites."""
+def build_blocks(
+    structure: Structure, sites: Sequence[Site], sharing: str, bias: str, memory_budget: int
+) -> list[Block]:
+    """Empty blocks that partition the sites; `sharing` and `bias` are for Kronecker blocks."""
     if structure == "dense":
         return [DenseBlock(sites)]
     if structure == "lowrank":
@@ -93,12 +95,12 @@ def build_blocks(structure: Structure, sites: Sequence[Site], sharing: str, memo
             got=f"{needed:,} bytes, most of it for {largest.label!r}",
             do='use structure="diagonal", choose fewer weights, or a larger memory_budget',
         )
-    return [_kronecker_or_small(site, sharing) for site in sites]
+    return [_kronecker_or_small(site, sharing, bias) for site in sites]
 
 
-def _kronecker_or_small(site: Site, sharing: str) -> Block:
+def _kronecker_or_small(site: Site, sharing: str, bias: str) -> Block:
     if site.kind != "rows":
-        return KroneckerBlock([site], sharing)
+        return KroneckerBlock([site], sharing, bias)
     return DenseBlock([site]) if site.size <= SMALL_BLOCK else DiagonalBlock([site])
 
 

@@ -154,7 +154,7 @@ class Categorical(Likelihood):
         here, below = tails[..., :-1], tails[..., 1:]
         scale = 0.5 * (log_p[..., :-1] - here - below)
         diagonal = torch.exp(0.5 * (log_p[..., :-1] + below - here))
-        s = -torch.exp(log_p.unsqueeze(-1) + scale.unsqueeze(-2)).tril(-1)
+        s = (log_p.unsqueeze(-1) + scale.unsqueeze(-2)).exp().tril(-1).neg_()
         s.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
         return s if y.is_floating_point() else torch.where(self._counts(y)[..., None, None], s, 0.0)
 

@@ -123,7 +123,7 @@ def laplace(
             lowrank and implicit structures are always exact.
         temperature: the likelihood enters as p(D | theta)^(1 / temperature).
         sharing: how Kronecker factors treat positions that share weights: each an example, or merged first.
-        bias: whether a bias shares its weight's Kronecker block or has its own.
+        bias: whether a bias is correlated with its weights in the Kronecker posterior, or independent of them.
         rank: eigenpairs of the lowrank structure; when None, all above a hundredth of the smallest prior precision.
         generator: source of randomness for sampled curvature; seeded with 0 when not given.
         batch_size: for data that are not batched yet.
@@ -170,7 +170,7 @@ def laplace(
             Tape(network, likelihood.canonical).record(few)  # proves that an example's output is its own
         return ImplicitPosterior(curvature=fit.implicit(), **common)
     with network.prepared():
-        tape = plan(network, likelihood.canonical, few, separate_bias=bias == "separate")
+        tape = plan(network, likelihood.canonical, few)
     kind, choices = CURVATURES[curvature], [note]
     if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS and chosen not in MATRIX_FREE:
         kind = "sampled"
@@ -185,7 +185,7 @@ def laplace(
         )
     if tape.general:
         choices.append(f"general per-example rule for {', '.join(sorted(tape.general))}")
-    blocks = build_blocks(chosen, tape.sites, sharing, memory_budget)
+    blocks = build_blocks(chosen, tape.sites, sharing, bias, memory_budget)
     to_device(blocks, network.device)
     for block in blocks:
         block.check(weight_prior)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lapis.batches import batches
 from lapis.curvature.fit import Curvature
 from lapis.curvature.implicit import ImplicitCurvature
+from lapis.curvature.kronecker import KroneckerBlock
 from lapis.curvature.sites import Site
 from lapis.curvature.structure import build_blocks
 from lapis.curvature.tape import Tape
@@ -71,7 +72,8 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         sums = posterior.curvature
         tensors |= {f"block.{i}.{name}": t for i, block in enumerate(sums.blocks) for name, t in block.state().items()}
         config |= {
-            "sharing": next((b.sharing for b in sums.blocks if hasattr(b, "sharing")), "expand"),
+            "sharing": next((b.sharing for b in sums.blocks if isinstance(b, KroneckerBlock)), "expand"),
+            "bias": next((b.bias for b in sums.blocks if isinstance(b, KroneckerBlock)), "joint"),
             "curvature": sums.kind,
             "fisher_samples": sums.fisher_samples,
             "example_bytes": sums.tape.example_bytes,
@@ -148,7 +150,9 @@ def _sums(config: dict[str, Any], tensors: dict[str, Tensor], network: Network, 
     tape.sites = [Site.from_config(entry) for entry in config["sites"]]
     tape.general = frozenset(config["general"])
     tape.example_bytes = tuple(config["example_bytes"])
-    blocks = build_blocks(config["structure"], tape.sites, config["sharing"], config["memory_budget"])
+    # files without an entry for the bias list a bias of its own as a site of its own
+    bias = config.get("bias", "joint")
+    blocks = build_blocks(config["structure"], tape.sites, config["sharing"], bias, config["memory_budget"])
     for i, block in enumerate(blocks):
         block.load({name: tensors[f"block.{i}.{name}"] for name in block.state()})
     return Curvature(
