@@ -4,10 +4,10 @@ The grid has a decay for each decade: 10, 100, and on while the best is at an en
 each, picks the best by the log likelihood of the other 10% (one fold), and trains again on all of it; evidence training
 (`lapis.train`) runs once, on all of it, with a prior precision for each layer (in one case also with one for all). All
 have the same networks, first weights, epochs, optimiser and learning rates. A small MLP, a wide one with four hidden
-layers and a CNN, on all 60,000 images and (not the wide MLP) on 10,000. Scored on the test images: the plain network at the weights found
-(accuracy, mean log likelihood, and the gain over the grid's choice with its paired standard error), and the linearised
-Laplace predictive (its prior precision is the decay chosen, or what the evidence found). Results are kept as they come,
-in docs/results/evidence_training.json: a run that was killed goes on from there.
+layers and a CNN on all 60,000 images, the small MLP and the CNN on 10,000 too. Scored on the test images: the plain
+network at the weights found (accuracy, mean log likelihood, and the gain over the grid's choice with its paired
+standard error), and the linearised Laplace predictive (its prior precision is the decay chosen, or what the evidence
+found). Results are kept as they come, in docs/results/evidence_training.json: a run that was killed goes on from there.
 """
 
 from __future__ import annotations
