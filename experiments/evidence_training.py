@@ -1,9 +1,10 @@
 """Training with the evidence in the loop against a weight decay chosen by cross-validation, MNIST and Fashion-MNIST.
 
-The grid has a decay for each decade, from 1 to 100 and on while the best is at an end. It trains on 90% of the data for
+The grid has a decay for each decade: 10, 100, and on while the best is at an end. It trains on 90% of the data for
 each, picks the best by the log likelihood of the other 10% (one fold), and trains again on all of it; evidence training
 (`lapis.train`) runs once, on all of it, with a prior precision for each layer (in one case also with one for all). All
-have the same networks, first weights, epochs, optimiser and learning rates. Scored on the test images: the plain
+have the same networks, first weights, epochs, optimiser and learning rates. A small MLP, a wide one with four hidden
+layers and a CNN on all 60,000 images, the small MLP and the CNN on 10,000 too. Scored on the test images: the plain
 network at the weights found (accuracy, mean log likelihood, and the gain over the grid's choice with its paired
 standard error), and the linearised Laplace predictive (its prior precision is the decay chosen, or what the evidence
 found). Results are kept as they come, in docs/results/evidence_training.json: a run that was killed goes on from there.
@@ -16,7 +17,9 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,20 +33,35 @@ import lapis
 RATE, BATCH = 1e-3, 128
 SCRATCH = ROOT / "build" / "evidence_training"
 """Scores image by image, until their differences are taken."""
-EVALUATIONS = {"mlp": 15, "cnn": 7}
-"""Times that `lapis.train` tunes, evenly through training, from the first of these on."""
+ALL, SOME = 60_000, 10_000
+SCHEDULES = {
+    ("mlp", ALL): (60, 4), ("wide", ALL): (20, 2), ("cnn", ALL): (15, 2),
+    ("mlp", SOME): (100, 5), ("cnn", SOME): (40, 2),
+}  # fmt: skip
+"""Epochs, and how many of them lie between two times that `lapis.train` tunes, by network and number of images."""
+CASES = [
+    *((kind, data, ALL, 0) for data in ("fashion_mnist", "mnist") for kind in ("mlp", "wide", "cnn")),
+    *((kind, data, SOME, 0) for data in ("fashion_mnist", "mnist") for kind in ("mlp", "cnn")),
+    ("mlp", "fashion_mnist", SOME, 1),
+]  # fmt: skip
+"""Network, data, number of images, and what is added to the seed (of the images chosen, the first weights and the
+order)."""
 GROUPS: dict[Literal["layer", "one"], str] = {"layer": "by layer", "one": "one precision"}
-ONE = ("mlp", "fashion_mnist")
+ONE = ("mlp", "fashion_mnist", ALL)
 """The case that is tuned with one precision too."""
-TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "mlp": "MLP", "cnn": "CNN"}
+TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "mlp": "MLP", "wide": "wide MLP", "cnn": "CNN"}
+WIDTHS = {"mlp": (784, 100, 50, 10), "wide": (784, 1024, 512, 256, 128, 10)}
+
+
+loaded = lru_cache(maxsize=1)(images)
 
 
 def network(kind: str, seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
-    if kind == "mlp":
-        return nn.Sequential(
-            nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 10)
-        )
+    if kind in WIDTHS:
+        layers = [nn.Linear(*ends) for ends in pairwise(WIDTHS[kind])]
+        hidden = [module for layer in layers[:-1] for module in (layer, nn.ReLU())]
+        return nn.Sequential(nn.Flatten(), *hidden, layers[-1])
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, 2, 2), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(), nn.Flatten(),
         nn.Linear(16 * 49, 100), nn.ReLU(), nn.Linear(100, 10),
@@ -96,48 +114,58 @@ def paired(first: Tensor, second: Tensor) -> dict[str, float]:
 
 @dataclass
 class Case:
-    """One network on one data set: the pieces of work that are compared."""
+    """One network on so many images of one data set: the pieces of work that are compared."""
 
     kind: str
     data: str
-    n: int | None
-    n_test: int | None
-    epochs: int
+    n: int
     seed: int
+    epochs: int
+    every: int
+    n_test: int | None = None
 
-    def __post_init__(self) -> None:
-        self.x, self.y, self.x_test, self.y_test = images(self.data, self.n, self.n_test, self.seed)
+    @property
+    def _images(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return loaded(self.data, self.n, self.n_test, self.seed)
+
+    @property
+    def key(self) -> str:
+        return f"{self.data} {self.kind}, {self.n} images, {self.epochs} epochs, seed {self.seed}:"
+
+    @property
+    def title(self) -> str:
+        return f"{TITLES[self.data]}, {TITLES[self.kind]}"
 
     @property
     def priors(self) -> dict[Literal["layer", "one"], str]:
         """Ways of grouping that the evidence tunes, with their titles."""
-        return {groups: name for groups, name in GROUPS.items() if groups == "layer" or (self.kind, self.data) == ONE}
+        more = (self.kind, self.data, self.n) == ONE and self.seed == 0
+        return {groups: name for groups, name in GROUPS.items() if groups == "layer" or more}
 
     def tried(self, decay: float) -> dict[str, Any]:
-        held = len(self.x) // 10
-        model = decayed(self.kind, self.x[held:], self.y[held:], decay, self.epochs, self.seed)
-        return {
-            "held_out": judged(model, self.x[:held], self.y[:held])[0],
-            "test": judged(model, self.x_test, self.y_test)[0],
-        }
+        x, y, *test = self._images
+        held = len(x) // 10
+        model = decayed(self.kind, x[held:], y[held:], decay, self.epochs, self.seed)
+        return {"held_out": judged(model, x[:held], y[:held])[0], "test": judged(model, *test)[0]}
 
     def retrained(self, decay: float) -> dict[str, Any]:
         """On all data, with the decay given."""
+        x, y, *_ = self._images
         begun = time.process_time()
-        model = decayed(self.kind, self.x, self.y, decay, self.epochs, self.seed)
+        model = decayed(self.kind, x, y, decay, self.epochs, self.seed)
         seconds = time.process_time() - begun
         posterior = lapis.laplace(
-            model, (self.x, self.y), "classification", structure="kronecker", curvature="sampled", prior=decay,
+            model, (x, y), "classification", structure="kronecker", curvature="sampled", prior=decay,
             batch_size=BATCH,
         )  # fmt: skip
         return self._scored(model, posterior, f"cv {decay:g}", seconds)
 
     def by_evidence(self, groups: Literal["one", "layer"]) -> dict[str, Any]:
+        x, y, *_ = self._images
         begun = time.process_time()
         model = network(self.kind, self.seed)
-        step = max(1, self.epochs // EVALUATIONS[self.kind])
         posterior = lapis.train(
-            model, (self.x, self.y), "classification", epochs=self.epochs, burn_in=step, every=step,
+            model, (x, y), "classification", epochs=self.epochs, burn_in=self.every, every=self.every,
             prior=lapis.Prior(1.0, groups=groups), structure="kronecker", curvature="sampled", optimiser=adam,
             learning_rate=RATE, batch_size=BATCH, seed=self.seed,
         )  # fmt: skip
@@ -155,21 +183,22 @@ class Case:
         }
 
     def _scored(self, model: nn.Module, posterior: lapis.LaplacePosterior, name: str, seconds: float) -> dict[str, Any]:
-        mean, right, log_likelihood = judged(model, self.x_test, self.y_test)
+        x, y, *test = self._images
+        mean, right, log_likelihood = judged(model, *test)
         SCRATCH.mkdir(parents=True, exist_ok=True)
-        torch.save((right, log_likelihood), self._images(name))
+        torch.save((right, log_likelihood), self._scores(name))
         return mean | {
-            "train": judged(model, self.x, self.y)[0],
-            "linearised": linearised(posterior, self.x_test, self.y_test),
+            "train": judged(model, x, y)[0],
+            "linearised": linearised(posterior, *test),
             "training_seconds": round(seconds, 1),
         }
 
-    def _images(self, name: str) -> Path:
-        return SCRATCH / f"{self.data} {self.kind} {self.seed} {len(self.x)} {name}.pt"
+    def _scores(self, name: str) -> Path:
+        return SCRATCH / f"{self.data} {self.kind} {self.seed} {self.n} {self.epochs} {name}.pt"
 
     def gain(self, decay: float, groups: str) -> dict[str, Any]:
         """Evidence - CV on the test images, with standard errors of the mean of paired differences."""
-        mine, cv = (torch.load(self._images(name)) for name in (groups, f"cv {decay:g}"))
+        mine, cv = (torch.load(self._scores(name)) for name in (groups, f"cv {decay:g}"))
         return {"accuracy": paired(100 * mine[0], 100 * cv[0]), "log_likelihood": paired(mine[1], cv[1])}
 
 
@@ -184,6 +213,11 @@ class Results:
             if found["settings"] == settings:
                 self.held = found
 
+    def decays(self, case: Case) -> list[float]:
+        """Those that were tried already."""
+        start = f"{case.key} decay "
+        return [float(name.removeprefix(start)) for name in self.held if name.startswith(start)]
+
     def get(self, name: str, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
         if name not in self.held:
             begun = time.process_time()
@@ -196,7 +230,7 @@ class Results:
 
 def rows(case: Case, decay: float, searched: float, results: Results) -> list[tuple[str, ...]]:
     """CV and evidence with one precision and with one for each layer, a row each."""
-    key = f"{case.data} {case.kind}"
+    key = case.key
     cv = results.get(f"{key} cv {decay:g}", case.retrained, decay)
     found = [(f"CV, decay {decay:g}", cv, None, searched + cv["training_seconds"])]
     for groups, name in case.priors.items():
@@ -205,7 +239,7 @@ def rows(case: Case, decay: float, searched: float, results: Results) -> list[tu
         found.append((f"evidence, {name}", mine, gain, mine["training_seconds"]))
     lines = []
     for name, scores, gain, seconds in found:
-        cells = [f"{TITLES[case.data]}, {TITLES[case.kind]}", name]
+        cells = [f"{case.n:,}" + (f", seed {case.seed}" if case.seed else ""), case.title, name]
         for score, digits in (("accuracy", 2), ("log_likelihood", 4)):
             cells.append(f"{scores[score]:.{digits}f}")
             cells.append("" if gain is None else f"{gain[score]['mean']:+.{digits}f} ± {gain[score]['se']:.{digits}f}")
@@ -217,51 +251,69 @@ def rows(case: Case, decay: float, searched: float, results: Results) -> list[tu
     return lines
 
 
-def search(results: Results, key: str, case: Case, grid: list[float]) -> tuple[dict[float, dict[str, Any]], float]:
+def search(results: Results, case: Case) -> tuple[dict[float, dict[str, Any]], float]:
     """Held-out scores by decay, in order, and the best; the grid grows by a decade while its best is at an end."""
     cells: dict[float, dict[str, Any]] = {}
-    todo = list(grid)
+    todo = [10.0, 100.0, *results.decays(case)]
     while todo:
-        cells |= {decay: results.get(f"{key} decay {decay:g}", case.tried, decay) for decay in todo}
+        cells |= {decay: results.get(f"{case.key} decay {decay:g}", case.tried, decay) for decay in todo}
         best = max(cells, key=lambda decay: cells[decay]["held_out"]["log_likelihood"])
         todo = [best * 10] if best == max(cells) else [best / 10] if best == min(cells) else []
     return dict(sorted(cells.items())), best
 
 
 HEAD = (
-    "data, network", "prior", "accuracy", "gain", "log-lik", "gain", "Laplace, mc", "Laplace, probit", "train log-lik",
-    "precisions", "gamma", "CPU",
+    "images", "data, network", "prior", "accuracy", "gain", "log-lik", "gain", "Laplace, mc", "Laplace, probit",
+    "train log-lik", "precisions", "gamma", "CPU",
 )  # fmt: skip
+
+
+def cases(seed: int, quick: bool) -> list[Case]:
+    found = [Case(kind, data, n, seed + more, *SCHEDULES[kind, n]) for kind, data, n, more in CASES]
+    if quick:
+        return [replace(case, n=2000, n_test=2000) for case in found if case.n == ALL]
+    return found
+
+
+def draw(axis: plt.Axes, case: Case, cells: dict[float, dict[str, Any]], decay: float, results: Results) -> None:
+    """Test log likelihood by weight decay, with the level that the evidence reaches."""
+    scores = [cell["test"]["log_likelihood"] for cell in cells.values()]
+    axis.semilogx(list(cells), scores, "o-", color=COLOURS[0], label="grid, 90% of the data")
+    retrained = results.held[f"{case.key} cv {decay:g}"]["log_likelihood"]
+    axis.plot(decay, retrained, "*", ms=13, color=COLOURS[0], label="chosen, all data")
+    for (groups, name), colour in zip(case.priors.items(), COLOURS[1:], strict=False):
+        axis.axhline(results.held[f"{case.key} {groups}"]["log_likelihood"], color=colour, label=f"evidence, {name}")
+    axis.autoscale(axis="y")
+    axis.margins(y=0.12)
+    axis.set_title(f"{case.title}, {case.n:,}", fontsize="medium")
 
 
 def main() -> None:
     chosen = arguments(__doc__)
     warnings.simplefilter("ignore", lapis.LapisWarning)
-    n, n_test = (2000, 2000) if chosen.quick else (None, None)
-    epochs = {"mlp": 60, "cnn": 15}
-    settings = {"n": n, "epochs": epochs, "seed": chosen.seed, "rate": RATE, "batch": BATCH}
+    settings = {"rate": RATE, "batch": BATCH}
     results = Results("evidence_training_quick" if chosen.quick else "evidence_training", settings)
-    figure, axes = plt.subplots(1, 4, figsize=(13, 3.4), layout="constrained")
+    todo = cases(chosen.seed, chosen.quick)
+    shown = [case for case in todo if case.seed == chosen.seed]
+    across = 3 if chosen.quick else 5
+    down = len(shown) // across
+    figure, axes = plt.subplots(down, across, figsize=(3 * across, 2.8 * down), layout="constrained")
+    panels = iter(axes.flat)
     lines: list[tuple[str, ...]] = []
-    pairs = [(kind, data) for kind in ("mlp", "cnn") for data in ("fashion_mnist", "mnist")]
-    for axis, (kind, data) in zip(axes, pairs, strict=True):
-        case, key = Case(kind, data, n, n_test, epochs[kind], chosen.seed), f"{data} {kind}"
-        cells, decay = search(results, key, case, [1.0, 10.0, 100.0])
+    for case in todo:
+        cells, decay = search(results, case)
         lines += rows(case, decay, sum(cell["cpu_seconds"] for cell in cells.values()), results)
-        blue = COLOURS[0]
-        scores = [cell["test"]["log_likelihood"] for cell in cells.values()]
-        axis.semilogx(list(cells), scores, "o-", color=blue, label="grid, 90% of the data")
-        retrained = results.held[f"{key} cv {decay:g}"]["log_likelihood"]
-        axis.plot(decay, retrained, "*", ms=13, color=blue, label="chosen, all data")
-        for (groups, name), colour in zip(case.priors.items(), COLOURS[1:], strict=False):
-            axis.axhline(results.held[f"{key} {groups}"]["log_likelihood"], color=colour, label=f"evidence, {name}")
-        axis.set(title=f"{TITLES[data]}, {TITLES[kind]}", xlabel="weight decay")
-    axes[0].set_ylabel("test log likelihood")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+        if case in shown:
+            draw(next(panels), case, cells, decay, results)
+    for axis in axes[-1]:
+        axis.set_xlabel("weight decay")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("test log likelihood")
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     save(figure, "evidence_training", chosen)
-    size = "All 60,000" if n is None else f"{n:,}"
+    trained = {f"{TITLES[case.kind]}, {case.n:,} images: {case.epochs}" for case in todo}
     text = (
-        f"{size} training images, {epochs['mlp']} epochs (MLP) and {epochs['cnn']} (CNN), one decay a decade. "
+        f"Epochs: {'; '.join(sorted(trained))}. One decay a decade. "
         f"Gains are evidence - CV, ± one standard error over test images, paired.\n\n{table(HEAD, lines)}"
     )
     report("evidence_training", text, chosen)
