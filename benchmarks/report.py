@@ -29,12 +29,13 @@ REMARKS = ROOT / "benchmarks" / "remarks.md"
 
 INTRODUCTION = """
 Written by `make bench`; do not edit. Lapis against laplace-torch and its backends, on the same torch, data and weights.
-Every contender runs in a process of its own and they take turns; times are medians. Memory is the growth of the
+Every contender runs in processes of its own and they take turns; times are medians. Memory is the growth of the
 resident set's peak over where it stood with libraries, network and data (and a fitted posterior, where the job starts
-from one) in place. An epoch is a plain forward and backward pass over the same batches. Biases have Kronecker blocks
-of their own, as the peers have it. An asterisk marks a peer whose answer differs from ours by more than 2 %, because it
-defines its factors in another way. laplace-torch decomposes its Kronecker factors while fitting, Lapis when they are
-first used: "fit and log evidence" compares both together.
+from one) in place, in a process whose allocator gives freed blocks back at once (glibc otherwise keeps some: up to
+three times as much, and another amount each time). An epoch is a plain forward and backward pass over the same batches.
+Biases have Kronecker blocks of their own, as the peers have it. An asterisk marks a peer whose answer differs from ours
+by more than 2 %, because it defines its factors in another way. laplace-torch decomposes its Kronecker factors while
+fitting, Lapis when they are first used: "fit and log evidence" compares both together.
 """.strip()
 
 
@@ -179,7 +180,7 @@ def write(results: dict[str, Any]) -> None:
         + f". Measured float32 matrix-product rate: {machine['rate'] / 1e9:.0f} x 10^9 operations a second.",
         table(("case", "network", "examples", "batch size"), cases),
         f"{len(rows) - missed} of {len(rows)} jobs meet their targets. Of every job: no peer faster by more than 10 %, "
-        "none leaner by more than 20 % (growth below 4 MB counts as 4 MB).",
+        "none leaner by more than 20 % (growth below 4 MB counts as 4 MB, and within 2 % as equal).",
         "## Targets",
         table(HEADER, [cells(row) for row in wanted]),
         "## All other jobs",

@@ -16,6 +16,8 @@ ROUNDING = 1e-6
 """Peers compute their evidence in float32: a smaller relative difference cannot be told from none."""
 MEMORY_NOISE = 4 * 2**20
 """Growth below this cannot be told from none."""
+MEMORY_SAME = 0.02
+"""Nor can growths be told apart that differ by less than this."""
 FLOOR = {"speed": 1 / 1.1, "memory": 0.8}
 """Of every job: no peer faster by more than 10 %, none that needs less memory by more than 20 %."""
 
@@ -129,7 +131,8 @@ class Row:
             if self.leanest is None or self.ours.memory is None:
                 return None
             theirs = self.peers[self.leanest].memory or 0
-            return max(theirs, MEMORY_NOISE) / max(self.ours.memory, MEMORY_NOISE)
+            ratio = max(theirs, MEMORY_NOISE) / max(self.ours.memory, MEMORY_NOISE)
+            return 1.0 if abs(ratio - 1) <= MEMORY_SAME else ratio
         if quantity == "evidence":
             values = [peer.value for name, peer in self.peers.items() if peer.value is not None and self.same(name)]
             if not values or self.ours.value is None:
