@@ -193,7 +193,7 @@ LARGE = ("kron_fit", "diag_fit", "last_fit", "diag_predict64", "last_predict256"
 CASES = {
     "a": Case("MLP 784-256-256-10", lambda: mlp(784, 256, 256, 10), (784,), 10, 2000, 250, 60, EVERYTHING),
     "b": Case("LeNet, 62k weights", lenet, (1, 28, 28), 10, 1000, 125, 40, EVERYTHING),
-    "c": Case("ResNet-20, 272k weights", resnet20, (3, 32, 32), 10, 256, 64, 8, EVERYTHING),
+    "c": Case("ResNet-20, 272k weights", resnet20, (3, 32, 32), 10, 256, 64, 8, EVERYTHING, patience=120.0),
     "d": Case(
         "regression MLP 1-50-50-1",
         regressor,

@@ -43,6 +43,7 @@ CASES = [
     *((kind, data, ALL, 0) for data in ("fashion_mnist", "mnist") for kind in ("mlp", "wide", "cnn")),
     *((kind, data, SOME, 0) for data in ("fashion_mnist", "mnist") for kind in ("mlp", "cnn")),
     ("mlp", "fashion_mnist", SOME, 1),
+    ("cnn", "fashion_mnist", ALL, 1),
 ]  # fmt: skip
 """Network, data, number of images, and what is added to the seed (of the images chosen, the first weights and the
 order)."""
@@ -271,7 +272,7 @@ HEAD = (
 def cases(seed: int, quick: bool) -> list[Case]:
     found = [Case(kind, data, n, seed + more, *SCHEDULES[kind, n]) for kind, data, n, more in CASES]
     if quick:
-        return [replace(case, n=2000, n_test=2000) for case in found if case.n == ALL]
+        return [replace(case, n=2000, n_test=2000) for case in found if case.n == ALL and case.seed == seed]
     return found
 
 

@@ -131,9 +131,9 @@ def _bytes(curvature: Curvature) -> tuple[int, int]:
     """Working memory for an example: independent of seeds, and for each seed."""
     inputs, most, gradients = curvature.tape.example_bytes
     rows = sum(block.size for block in curvature.blocks if block.takes_rows)
-    # outputs of layers are about as large as gradients, and there are both before and after what follows a layer
+    # outputs of layers, before and after what follows them, are about as large as gradients
     fixed = 2 * (inputs if curvature.forms_jacobian else most) + 2 * gradients
-    return fixed, 2 * gradients + rows * curvature.tape.network.dtype.itemsize
+    return fixed, gradients + rows * curvature.tape.network.dtype.itemsize
 
 
 def examples_at_once(curvature: Curvature, seeds: int, work: int) -> int:

@@ -27,7 +27,7 @@ from lapis.network import Network
 KEPT_BYTES = 16 * 2**20
 """Rows of J that take no more than this are kept: reading them is then faster than running the network."""
 
-PROBED_EXAMPLES, PROBED_VECTORS, PROBED_BYTES = 32, 8, 16 * 2**20
+PROBED_EXAMPLES, PROBED_VECTORS, PROBED_BYTES = 64, 8, 16 * 2**20
 """Examples, vectors and bytes of graph at most that the ways are timed on: a few examples of a large network tell."""
 
 NEARLY = 1.25
