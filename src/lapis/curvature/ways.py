@@ -40,8 +40,10 @@ FOR_SEVERAL = ("batched", "batched_both", "batched_double", "double", "forward",
 LEANEST = ("forward", "double", "batched", "batched_double", "batched_both", "rows")
 """The ways by the memory that they take for several vectors, least first."""
 
-UNABLE = (RuntimeError, NotImplementedError, DataError)
-"""What is raised where an operator lacks the derivative that a way needs."""
+UNABLE = (RuntimeError, DataError)
+"""What is raised where an operator lacks the derivative that a way needs: by torch, or by `Network.call` in its words.
+The next way is tried then; "rows" needs first derivatives only, and what it raises is raised.
+"""
 
 
 @contextmanager
