@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cases import CASES, F64
 from lapis.batches import Batch, batches
-from lapis.curvature.jacobian import Jacobian
+from lapis.curvature.jacobian import LARGE_PARTS, Jacobian
 from lapis.curvature.ways import FOR_ONE, FOR_SEVERAL, UNABLE, Pass, differentiable, proven
 from lapis.errors import DataError, OptionError
 from lapis.likelihoods import Likelihood
@@ -100,8 +100,22 @@ def test_a_small_memory_changes_nothing() -> None:
     v = torch.randn(3, wide.size, generator=torch.Generator().manual_seed(0), dtype=F64)
     torch.testing.assert_close(tight.ggn(v, likelihood, targets), wide.ggn(v, likelihood, targets))
     assert not tight.keeps
-    assert tight._examples(1) == 1
+    assert tight._examples(1, 8) == 1
     for one, two in zip(tight.forward(v), wide.forward(v), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_large_graphs_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the tangents' graph lies beside the network's, a third of the examples at once: the same products."""
+    jacobian, likelihood, targets = problem(way="one_pass")
+    v = torch.randn(1, jacobian.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+    whole, ahead = jacobian.ggn(v, likelihood, targets), jacobian.forward(v)
+    count = len(jacobian.batches[0])
+    assert jacobian._examples(1, count) == count
+    monkeypatch.setattr("lapis.curvature.jacobian.LARGE_BYTES", 0)
+    assert jacobian._examples(1, count) == -(-count // LARGE_PARTS) < count
+    torch.testing.assert_close(jacobian.ggn(v, likelihood, targets), whole)
+    for one, two in zip(jacobian.forward(v), ahead, strict=True):
         torch.testing.assert_close(one, two)
 
 

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch, Inputs, batch_length, take
+from lapis.batches import Batch, Inputs, take
 from lapis.curvature.ways import BATCHED, FOR_ONE, FOR_SEVERAL, LEANEST, UNABLE, Pass, differentiable, proven, rows
 from lapis.errors import DataError, OptionError
 from lapis.likelihoods import Likelihood
@@ -31,12 +31,15 @@ PROBED_EXAMPLES, PROBED_VECTORS, PROBED_BYTES = 64, 8, 16 * 2**20
 """Examples, vectors and bytes of graph at most that the ways are timed on: a few examples of a large network tell."""
 
 NEARLY = 1.25
-"""A way within this factor of the fastest that works on fewer vectors at once, in less memory, is as good."""
+"""A way within this factor of the fastest that takes less memory is as good."""
 
-LEAN_BYTES = 4 * 2**20
-"""Graphs that take more are not held together with the tangents': one more run of the network is cheaper."""
+SMALL_BYTES, LARGE_BYTES, LARGE_PARTS = 4 * 2**20, 16 * 2**20, 3
+"""Whether the tangents' graph may be held beside the network's. Yes where that is small. Where it is large, too, in so
+many parts: these keep the processor busy, and take no more than the network's graph of all examples. In between it is
+weighed against one more run of the network.
+"""
 
-CONTENDERS = 2
+CONTENDERS = 3
 """Ways, the fastest at first sight, that are timed again: other programs make single times unsure."""
 
 T = TypeVar("T")
@@ -62,9 +65,10 @@ class Jacobian:
     """J at the network's weights, for every batch. Products run in the network's dtype; sums over batches and results
     have the dtype of the vectors that went in, and follow the order of the batches.
 
-    A product holds, beside its vectors and results: the graph of the examples worked on at once, twice that where dual
-    numbers or double backward run through it, and for vectors worked on together one layer's tangents and 3 P numbers
-    each. Examples and vectors at once follow from `memory_budget`. J itself, if it fits in `kept_bytes`, is kept.
+    A product holds, beside its vectors and results: the graph of the examples worked on at once, up to three times that
+    where dual numbers or double backward run through it, and for vectors worked on together one layer's tangents and
+    3 P numbers each. Examples and vectors at once follow from `memory_budget`. J itself, if it fits in `kept_bytes`, is
+    kept.
 
     The way of multiplying (`lapis.curvature.ways`) is chosen when the network's first product is asked for, by timing
     those that its operators allow on a few examples; every way is checked against plain backward passes before use.
@@ -88,10 +92,8 @@ class Jacobian:
         kept_bytes: int = KEPT_BYTES,
         way: str | None = None,
     ) -> None:
-        if way is not None and way not in FOR_SEVERAL:
-            raise OptionError(
-                "Unknown way to multiply", expected=", ".join(FOR_SEVERAL), got=repr(way), do="choose one"
-            )
+        if way is not None and way not in LEANEST:
+            raise OptionError("Unknown way to multiply", expected=", ".join(LEANEST), got=repr(way), do="choose one")
         self.network, self.canonical, self.batches, self.memory_budget = network, canonical, batches, memory_budget
         self.size, self.forced = network.size, way
         self.outputs: list[Tensor] = []
@@ -143,7 +145,7 @@ class Jacobian:
             for batch in self.batches:
                 parts = [
                     torch.cat([self._multiply(part, v[i : i + at_once], Pass.push) for i in range(0, len(v), at_once)])
-                    for part in batch.split(self._examples(at_once))
+                    for part, _ in self._parts(batch, at_once)
                 ]
                 found.append(torch.cat(parts, 1).to(vectors.dtype))
         return found
@@ -238,16 +240,18 @@ class Jacobian:
 
     def _parts(self, batch: Batch, at_once: int) -> Iterator[tuple[Batch, slice]]:
         start = 0
-        for part in batch.split(self._examples(at_once)):
+        for part in batch.split(self._examples(at_once, len(batch))):
             yield part, slice(start, start + len(part))
             start += len(part)
 
-    def _examples(self, at_once: int) -> int:
-        """How many examples fit in half of the memory."""
+    def _examples(self, at_once: int, count: int) -> int:
+        """How many of `count` examples are worked on at once: they fit in half of the memory."""
         assert self._known.example_bytes is not None
         graph, largest = self._known.example_bytes
-        each = 3 * graph + (4 * at_once * largest if self.way(at_once) in BATCHED else 0)
-        return max(1, self.memory_budget // (2 * max(1, each)))
+        way = self.way(at_once)
+        each = 3 * graph + (4 * at_once * largest if way in BATCHED else 0)
+        parts = LARGE_PARTS if way == "one_pass" and count * graph > LARGE_BYTES else 1
+        return max(1, min(math.ceil(count / parts), self.memory_budget // (2 * max(1, each))))
 
     def _measure_bytes(self) -> tuple[int, int]:
         """What one example's graph holds beside the weights: in all, and its largest tensor."""
@@ -270,11 +274,11 @@ class Jacobian:
         self._choose(len(block))  # the last of a long block may stand alone
         first = self.way(len(block))
         if self.forced:
-            return product(self._pass(batch.inputs, len(batch)), block, first)
+            return product(self._pass(batch.inputs), block, first)
         for way in (first, *(other for other in order if other != first)):
             if way in self._known.unable:
                 continue
-            examples = self._pass(batch.inputs, len(batch))
+            examples = self._pass(batch.inputs)
             try:
                 if way not in BATCHED or self._proven(examples, way, len(block)):
                     return product(examples, block, way)
@@ -284,9 +288,8 @@ class Jacobian:
             self._known.unable.add(way)
         raise AssertionError("the rows of J can always be computed")
 
-    def _pass(self, inputs: Inputs, count: int) -> Pass:
-        assert self._known.example_bytes is not None
-        return Pass(self.network, self.canonical, inputs, lean=count * self._known.example_bytes[0] > LEAN_BYTES)
+    def _pass(self, inputs: Inputs) -> Pass:
+        return Pass(self.network, self.canonical, inputs)
 
     def _proven(self, examples: Pass, way: str, count: int) -> bool:
         key = (way, count, len(examples.f))
@@ -306,15 +309,16 @@ class Jacobian:
         if self.forced or several in self._known.way:
             return
         assert self._known.example_bytes is not None
-        examples = min(PROBED_EXAMPLES, max(1, PROBED_BYTES // self._known.example_bytes[0]))
-        inputs = take(self.batches[0].inputs, 0, examples)
+        graph = self._known.example_bytes[0]
+        inputs = take(self.batches[0].inputs, 0, min(PROBED_EXAMPLES, max(1, PROBED_BYTES // graph)))
         vectors = self._random(min(count, PROBED_VECTORS))
         seconds: dict[str, float] = {}
+        weighed = several or SMALL_BYTES < len(self.batches[0]) * graph <= LARGE_BYTES
         for way in FOR_SEVERAL if several else FOR_ONE:
-            if way in self._known.unable or (way == "rows" and seconds):
+            if way in self._known.unable or (way == "forward" and not weighed) or (way == "rows" and seconds):
                 continue  # rows are slower than any other way
             try:
-                if proven(self._pass(inputs, batch_length(inputs)), way, vectors):
+                if proven(self._pass(inputs), way, vectors):
                     seconds[way] = self._timed(inputs, way, vectors)
                     continue
             except UNABLE:
@@ -328,7 +332,7 @@ class Jacobian:
 
     def _timed(self, inputs: Inputs, way: str, vectors: Tensor) -> float:
         start = time.perf_counter()
-        examples = self._pass(inputs, batch_length(inputs))
+        examples = self._pass(inputs)
         examples.pull(examples.push(vectors, way, tracked=True), way)
         return time.perf_counter() - start
 

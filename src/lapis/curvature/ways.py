@@ -2,7 +2,8 @@
 
 All of them run the network once with a graph, and read J^T u off it.
 
-    forward         J v by dual numbers, vector after vector; the first one's pass leaves the graph where that is small
+    one_pass        J v by dual numbers, in the run that makes the graph; holds the tangents' graph beside it
+    forward         J v by dual numbers, vector after vector
     double          J v as the derivative in u of J^T u, vector after vector on one graph
     batched         J v of all vectors in one pass of dual numbers, J^T u vector after vector
     batched_both    the same, and J^T u of all at once
@@ -35,10 +36,10 @@ Canonical = Callable[[Tensor], Tensor]
 
 BATCHED = frozenset({"batched", "batched_both", "batched_double"})
 BATCHED_BACKWARD = frozenset({"batched_both", "batched_double"})
-FOR_ONE = ("forward", "double", "rows")
+FOR_ONE = ("one_pass", "forward", "double", "rows")
 FOR_SEVERAL = ("batched", "batched_both", "batched_double", "double", "forward", "rows")
-LEANEST = ("forward", "double", "batched", "batched_double", "batched_both", "rows")
-"""The ways by the memory that they take for several vectors, least first."""
+LEANEST = ("forward", "one_pass", "double", "batched", "batched_double", "batched_both", "rows")
+"""The ways by the memory that they take, least first."""
 
 UNABLE = (RuntimeError, DataError)
 """What is raised where an operator lacks the derivative that a way needs: by torch, or by `Network.call` in its words.
@@ -61,14 +62,10 @@ def differentiable() -> Iterator[None]:
 
 
 class Pass:
-    """Some examples: J v and J^T u for them, sharing one run of the network with a graph.
+    """Some examples: J v and J^T u for them, sharing one run of the network with a graph."""
 
-    A pass of dual numbers that leaves the graph saves one run of the network, and holds the tangents' graph beside it;
-    a `lean` one leaves none, and the graph comes from a run of its own.
-    """
-
-    def __init__(self, network: Network, canonical: Canonical, inputs: Inputs, *, lean: bool = False) -> None:
-        self.network, self.canonical, self.inputs, self.lean = network, canonical, inputs, lean
+    def __init__(self, network: Network, canonical: Canonical, inputs: Inputs) -> None:
+        self.network, self.canonical, self.inputs = network, canonical, inputs
         self._f: Tensor | None = None
 
     @property
@@ -80,8 +77,8 @@ class Pass:
 
     def push(self, vectors: Tensor, way: str, *, tracked: bool = False) -> Tensor:
         """J v for `vectors` (k, P) in the network's dtype: (k, B, T, C). `tracked`: J^T u will be asked for, too."""
-        if way == "forward":
-            leaves = tracked and not self.lean
+        if way in ("forward", "one_pass"):
+            leaves = tracked and way == "one_pass"
             return torch.stack([self._dual(v, tracked=leaves and i == 0) for i, v in enumerate(vectors)])
         if way in ("double", "batched_double"):
             return self._double(vectors, batched=way == "batched_double")
