@@ -19,7 +19,9 @@ from torch import Tensor, nn
 import lapis
 import reference
 from cases import CASES, F64, GatedTie, MaskedTokens, WeightedPositions, call, take
+from lapis.curvature.tape import Tape
 from lapis.errors import LapisError, LapisWarning, ModelError
+from lapis.network import Network
 from untouched import untouched
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -432,6 +434,29 @@ def test_what_a_prediction_reveals_is_exact_or_refused(surprise: str) -> None:
     except LapisError:
         return
     assert relative_error(found, expected) < 1e-8
+
+
+@pytest.mark.parametrize(("picks", "runs"), [(False, 1), (True, 2)])
+def test_where_examples_lie_is_measured_once(picks: bool, runs: int) -> None:
+    """Another batch size needs no second run, unless the network picks rows: these may be other examples then."""
+
+    class Counted(nn.Linear):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x[torch.arange(len(x))] if picks else x)
+
+    model = Counted(3, 2).double()
+    tape, x = Tape(Network(model), lambda raw: raw[:, None]), torch.randn(6, 3, dtype=F64)
+    with tape.network.prepared():
+        tape.record(x)
+        assert model.count == 2
+        tape.record(x[:4])
+        assert model.count == 2 + runs
+        model.count = 0
+        tape.record(x[:, None])  # other axes than before
+        assert model.count == 2
 
 
 def test_statistics_over_the_batch_are_refused() -> None:

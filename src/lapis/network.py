@@ -193,17 +193,17 @@ class Network:
                 got="a call inside torch.inference_mode()",
                 do="use torch.no_grad(), which can be lifted where gradients are needed",
             )
-        flags = {name: p.requires_grad for name, p in self.module.named_parameters()}
         chosen = set(self.names)
+        flags = [(p, name in chosen, p.requires_grad) for name, p in self.module.named_parameters()]
         with evaluating(self.module):
             try:
-                for name, parameter in self.module.named_parameters():
-                    parameter.requires_grad_(name in chosen)
+                for parameter, wanted, _ in flags:
+                    parameter.requires_grad_(wanted)
                 with torch.enable_grad():
                     yield
             finally:
-                for name, parameter in self.module.named_parameters():
-                    parameter.requires_grad_(flags[name])
+                for parameter, _, before in flags:
+                    parameter.requires_grad_(before)
 
     # checks ----------------------------------------------------------------------------------------
 
@@ -239,16 +239,17 @@ class Network:
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluation mode for all submodules; modes, buffers, and weights that layers rewrite come back as they were."""
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    submodules = list(module.modules())
+    modes = [(submodule, submodule.training) for submodule in submodules]
     buffers = [
         (submodule, name, buffer, buffer.detach().clone())
-        for submodule in module.modules()
+        for submodule in submodules
         for name, buffer in submodule._buffers.items()
         if buffer is not None
     ]
     rewritten = [  # embeddings with max_norm shorten their rows whenever these are looked up
         (parameter, parameter.detach().clone())
-        for submodule in module.modules()
+        for submodule in submodules
         if getattr(submodule, "max_norm", None) is not None
         for parameter in submodule.parameters(recurse=False)
     ]

@@ -32,6 +32,8 @@ class Tape:
         """Memory that one example takes: inputs of all layers, of the one with most, and gradients for each seed."""
         self._axes: dict[Any, list[BatchAxis | None]] = {}
         self._folds: dict[Any, BatchAxis] = {}
+        self._sure: dict[Any, list[tuple[BatchAxis, torch.Size]]] = {}
+        """By the calls of a pass: where the examples lay beyond doubt, and how long the other axes were."""
         self.batchable = True
         self.proven: set[torch.Size] = set()
         """Numbers of seeds and examples for which sending all seeds back at once was checked."""
@@ -43,7 +45,7 @@ class Tape:
     def record(self, inputs: Inputs) -> Record:
         """Run the network forward; must be called, and the record used, inside `network.prepared()`."""
         raw, f, recorder = self._forward(inputs)
-        axes = self._find_axes(inputs, f, recorder.calls)
+        axes = self._find_axes(inputs, f, recorder)
         uses: list[tuple[Call, Use]] = []
         lost = set(recorder.unread)
         for call, axis in zip(recorder.calls, axes, strict=True):
@@ -79,12 +81,26 @@ class Tape:
             )
         return raw, f, recorder
 
-    def _find_axes(self, inputs: Inputs, f: Tensor, calls: list[Call]) -> list[BatchAxis | None]:
-        length = batch_length(inputs)
+    def _find_axes(self, inputs: Inputs, f: Tensor, recorder: Recorder) -> list[BatchAxis | None]:
+        length, calls = batch_length(inputs), recorder.calls
         signature = (length, tuple((call.key, tuple(call.probe.shape)) for call in calls))
         if signature not in self._axes:
-            self._axes[signature] = self._measure_axes(inputs, f, calls, length)
+            known = None if recorder.picks else self._known_axes(calls, length)
+            self._axes[signature] = known or self._measure_axes(inputs, f, calls, length)
         return self._axes[signature]
+
+    def _known_axes(self, calls: list[Call], length: int) -> list[BatchAxis | None] | None:
+        """Those of another batch size, where they were beyond doubt and all other axes are as long as then."""
+        known = self._sure.get(tuple(call.key for call in calls))
+        if known is None:
+            return None
+        axes: list[BatchAxis | None] = []
+        for call, (axis, rest) in zip(calls, known, strict=True):
+            shape = call.probe.shape
+            if _without(shape, axis.dim) != rest or shape[axis.dim] != length * axis.before * axis.after:
+                return None
+            axes.append(axis)
+        return axes
 
     def _measure_axes(self, inputs: Inputs, f: Tensor, calls: list[Call], length: int) -> list[BatchAxis | None]:
         """Compare with a batch of another size: the axis whose length changes holds the examples."""
@@ -100,14 +116,18 @@ class Tape:
         if [call.key for call in large] != [call.key for call in small]:
             return [None] * len(calls)  # which layers run depends on the examples: only the general rule can tell
         axes: list[BatchAxis | None] = []
+        sure: list[tuple[BatchAxis, torch.Size]] = []
         for number, (one, two) in enumerate(zip(large, small, strict=True)):
             fits = locate(one.probe, two.probe, *sizes)
             key = (number, one.key)
             # inputs that are all alike fit several folds: then the one seen before counts
             if len(fits) == 1:
                 self._folds[key] = fits[0]
+                sure.append((fits[0], _without(one.probe.shape, fits[0].dim)))
             same = [axis for axis in fits if key in self._folds and axis.alike(self._folds[key])]
             axes.append(same[0] if same else fits[0] if fits else None)
+        if len(sure) == len(large):
+            self._sure[tuple(call.key for call in large)] = sure
         if length == 1:  # nothing to tell apart: all of the axis belongs to the one example
             return [
                 axis and BatchAxis(axis.dim, call.probe.shape[axis.dim], 1)
@@ -124,3 +144,7 @@ class Tape:
                 got="another output for the same example in a smaller batch",
                 do="use running statistics in batch norm (track_running_stats=True), and no statistics over the batch",
             )
+
+
+def _without(shape: torch.Size, dim: int) -> torch.Size:
+    return shape[:dim] + shape[dim + 1 :]
