@@ -53,7 +53,8 @@ GROUPS: dict[Literal["layer", "one"], str] = {"layer": "by layer", "one": "one p
 ONE = ("mlp", "fashion_mnist", ALL)
 """The case that is tuned with one precision too."""
 TITLES = {
-    "mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "mlp": "MLP", "wide": "wide MLP", "cnn": "CNN", "deep": "deep CNN",
+    "mnist": "MNIST", "fashion_mnist": "Fashion-MNIST",
+    "mlp": "MLP", "wide": "wide MLP", "cnn": "CNN", "deep": "deep CNN",
 }  # fmt: skip
 WIDTHS = {"mlp": (784, 100, 50, 10), "wide": (784, 1024, 512, 256, 128, 10)}
 
