@@ -119,6 +119,24 @@ def test_large_graphs_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(one, two)
 
 
+def test_no_graph_lies_beside_the_tangents_of_several_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a way is known and proven, J v comes first, and then the run that makes the graph."""
+    jacobian, likelihood, targets = problem(kept_bytes=0)
+    jacobian._known.way[True] = "batched"
+    v = torch.randn(3, jacobian.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+    jacobian.ggn(v, likelihood, targets)
+    free: list[bool] = []
+    push = Pass.push
+
+    def watched(examples: Pass, *args: Any, **options: Any) -> Tensor:
+        free.append(examples._f is None)
+        return push(examples, *args, **options)
+
+    monkeypatch.setattr(Pass, "push", watched)
+    jacobian.ggn(v, likelihood, targets)
+    assert free == [True] * len(targets)
+
+
 def test_chosen_weights_are_the_columns() -> None:
     model, x, y, spec = case_data("mlp_gaussian")
     canonical = spec.build().canonical

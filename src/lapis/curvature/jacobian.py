@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,8 +42,6 @@ CONTENDERS, ROUNDS, ROUNDS_SECONDS = 3, 5, 0.5
 """Ways, the fastest at first sight, that are timed again in turns, as often as this or until so long has passed: other
 programs make single times unsure.
 """
-
-T = TypeVar("T")
 
 
 @dataclass
