@@ -383,6 +383,35 @@ def test_few_rows_beside_the_weights_give_the_same_dense_posterior(
     assert_equal(few, many)
 
 
+@pytest.mark.parametrize("groups", ["one", "layer"])
+def test_the_dense_log_determinant_has_first_and_second_derivatives(
+    groups: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By prior precisions and by the noise, and marginal variances, where the matrix has several strips."""
+    monkeypatch.setattr(dense, "STRIP", 7)
+    monkeypatch.setattr(dense, "FEW", 0.0)
+    posterior = fit(network(), structure="dense", prior=lapis.Prior(0.7, groups=groups))
+    block = posterior.curvature.blocks[0]
+    precision = torch.linspace(0.5, 2.0, len(posterior.weight_prior.precision), dtype=F64, requires_grad=True)
+    scale = torch.tensor(1.3, dtype=F64, requires_grad=True)
+    prior = posterior.weight_prior.with_precision(precision)
+    curvature = block.curvature.clone()
+
+    def derivatives(value: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(value, (precision, scale), create_graph=True)
+        plain = torch.autograd.grad(value, (precision, scale), retain_graph=True)
+        second = [torch.autograd.grad(f.sum(), (precision, scale), retain_graph=True) for f in first]
+        return [value, *first, *plain, *itertools.chain.from_iterable(second)]
+
+    matrix = scale * curvature + prior.vector().diag()
+    found = derivatives(block.gaussian(prior, scale).logdet())
+    expected = derivatives(torch.linalg.slogdet(matrix).logabsdet)
+    assert all(close(one.detach(), other.detach(), 1e-9) for one, other in zip(found, expected, strict=True))
+    fixed = block.gaussian(posterior.weight_prior.with_precision(precision.detach()), scale.detach())
+    assert close(fixed.variance(), torch.linalg.inv(matrix).diagonal().detach(), 1e-10)
+    assert close(fixed.factor(), torch.linalg.cholesky(matrix).detach(), 1e-10)
+
+
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ class DenseBlock(Block):
         if self._count == 0:
             return
         rows, self._count = self._waiting[: self._count], 0
-        for start, stop in self._strips():
+        for start, stop in _strips(self.size):
             left, right, total = rows[:, start:stop].mT, rows[:, :stop], self._total[start:stop, :stop]
             if rows.dtype == total.dtype:
                 torch.addmm(total, left, right, out=total)
@@ -81,15 +81,18 @@ class DenseBlock(Block):
                 total += left @ right
         self._multiplied, self._mirrored = True, False
 
-    def _strips(self) -> Iterator[tuple[int, int]]:
-        return ((start, min(start + STRIP, self.size)) for start in range(0, self.size, STRIP))
+    @property
+    def lower(self) -> Tensor:
+        """The matrix, of which only the lower triangle means something."""
+        self._multiply()
+        return self._total
 
     @property
     def curvature(self) -> Tensor:
         """The matrix, all of it."""
         self._multiply()
         if not self._mirrored:
-            for start, stop in self._strips():
+            for start, stop in _strips(self.size):
                 self._total[start:stop, stop:] = self._total[stop:, start:stop].mT
             self._mirrored = True
         return self._total
@@ -132,6 +135,7 @@ class DenseGaussian(BlockGaussian):
 
     def __init__(self, block: DenseBlock, prior: Tensor, scale: Tensor) -> None:
         self.block, self.prior, self.scale = block, prior, scale
+        self.differentiable = prior.requires_grad or scale.requires_grad
         self._factor: Tensor | None = None
 
     def matrix(self) -> Tensor:
@@ -142,8 +146,7 @@ class DenseGaussian(BlockGaussian):
     def factor(self) -> Tensor:
         """L with L L^T = precision."""
         if self._factor is None:
-            matrix = self.matrix()
-            factor, info = torch.linalg.cholesky_ex(matrix)
+            factor, info = torch.linalg.cholesky_ex(self.matrix()) if self.differentiable else self._factor_in_place()
             if int(info):
                 with torch.no_grad():
                     lowest = float(torch.linalg.eigvalsh(self.scale * self.block.curvature)[0])
@@ -156,14 +159,23 @@ class DenseGaussian(BlockGaussian):
             self._factor = factor
         return self._factor
 
+    def _factor_in_place(self) -> tuple[Tensor, Tensor]:
+        """In the memory of one matrix: its lower triangle is the upper one of what LAPACK sees, column after column."""
+        factor = self.scale * self.block.lower
+        factor.diagonal().add_(self.prior)
+        info = torch.empty((), dtype=torch.int32, device=factor.device)
+        torch.linalg.cholesky_ex(factor.mT, upper=True, out=(factor.mT, info))
+        return factor, info
+
     def logdet(self) -> Tensor:
         rows = self.block.few_rows
         if rows is None:
-            factor = self.factor()
-            return _logdet(self.matrix() if factor.requires_grad else factor, factor)
+            fixed = DenseGaussian(self.block, self.prior.detach(), self.scale.detach()) if self.differentiable else self
+            value: Tensor = _LogDeterminant.apply(self.prior, self.scale, fixed)  # type: ignore[no-untyped-call]
+            return value
         # |Lambda + s R^T R| = |Lambda| |I + s R Lambda^-1 R^T|
         inner = self.scale * (rows / self.prior) @ rows.mT + torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
-        return self.prior.expand(self.block.size).log().sum() + _logdet(inner, torch.linalg.cholesky(inner))
+        return self.prior.expand(self.block.size).log().sum() + torch.linalg.slogdet(inner).logabsdet
 
     def color(self, noise: Tensor) -> Tensor:
         draws: Tensor = torch.linalg.solve_triangular(self.factor().mT, noise.double().T, upper=True)
@@ -176,7 +188,8 @@ class DenseGaussian(BlockGaussian):
         return torch.cholesky_solve(vectors.T, self.factor()).T
 
     def variance(self) -> Tensor:
-        return torch.cholesky_inverse(self.factor()).diagonal()
+        factor = self.factor()
+        return torch.cholesky_inverse(factor).diagonal() if factor.requires_grad else _inverse_diagonal(factor)
 
     def _whitened(self, contributions: Sequence[Contribution]) -> Tensor:
         """L^-1 J^T as (size, B, M)."""
@@ -197,26 +210,48 @@ class DenseGaussian(BlockGaussian):
         return (flat.T @ flat).reshape(batch, seeds, batch, seeds)
 
 
+def _strips(size: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + STRIP, size)) for start in range(0, size, STRIP))
+
+
 def stacked_rows(contributions: Sequence[Contribution]) -> Tensor:
     """The sites' Jacobians side by side, (M, B, size)."""
     parts = [contribution.rows() for contribution in contributions]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def _logdet(matrix: Tensor, factor: Tensor) -> Tensor:
-    """log |M| given its Cholesky factor; the gradient is M^-1, which costs a tenth of the factor's own derivative."""
-    value: Tensor = _LogDeterminant.apply(matrix, factor.detach())  # type: ignore[no-untyped-call]
-    return value
+def _inverse_diagonal(factor: Tensor) -> Tensor:
+    """diag (L L^T)^-1: the columns of L^-1, a strip of them at a time, squared and summed."""
+    strips = list(_strips(len(factor)))
+    found = [torch.empty(0)] * len(strips)
+    for i, (start, stop) in enumerate(strips):
+        columns = factor.new_zeros(len(factor) - start, stop - start)
+        columns[: stop - start].fill_diagonal_(1)
+        for top, bottom in strips[i:]:
+            place = columns[top - start : bottom - start]
+            place.addmm_(factor[top:bottom, start:top], columns[: top - start], alpha=-1)
+            place.copy_(torch.linalg.solve_triangular(factor[top:bottom, top:bottom], place, upper=False))
+        found[i] = columns.square_().sum(0)
+    return torch.cat(found)
 
 
 class _LogDeterminant(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, factor: Tensor) -> Tensor:
-        ctx.save_for_backward(matrix, factor)
-        return 2 * factor.diagonal().log().sum()
+    """log |s C + Lambda|. Its derivatives need only the diagonal v of the inverse: v by Lambda, and by s
+    trace((s C + Lambda)^-1 C) = (P - sum(Lambda v)) / s."""
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        matrix, factor = ctx.saved_tensors
-        twice = torch.is_grad_enabled()  # the gradient is to be differentiated, too
-        return slope * (torch.linalg.inv(matrix) if twice else torch.cholesky_inverse(factor)), None
+    def forward(ctx: Any, prior: Tensor, scale: Tensor, gaussian: DenseGaussian) -> Tensor:
+        ctx.save_for_backward(prior, scale)
+        ctx.gaussian = gaussian
+        return 2 * gaussian.factor().diagonal().log().sum()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
+        prior, scale = ctx.saved_tensors
+        gaussian: DenseGaussian = ctx.gaussian
+        if torch.is_grad_enabled():  # the gradient is to be differentiated, too
+            variance = torch.linalg.inv(DenseGaussian(gaussian.block, prior, scale).matrix()).diagonal()
+        else:
+            variance = gaussian.variance()
+        by_scale = (gaussian.block.size - (prior * variance).sum()) / scale
+        return (slope * variance).sum_to_size(prior.shape), slope * by_scale, None
