@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import lapis
 from lapis.curvature.pooling import QuickPooling
+from lapis.network import Network
 from lapis.posteriors.drawn_network import Matrix
+from lapis.posteriors.ending import find_ending
 
 F64 = torch.float64
 
@@ -94,3 +96,72 @@ def test_quick_pooling_is_pooling(shape: tuple[int, ...], options: dict[str, obj
         torch.testing.assert_close(nn.MaxPool2d(**options)(x), expected, rtol=0, atol=0, equal_nan=True)  # type: ignore[arg-type]
         values, places = F.max_pool2d(x, 2, return_indices=True)
     assert values.shape == places.shape
+
+
+class Headed(nn.Module):
+    """A body and a head, used in one of several ways; `body` counts its calls."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.use, self.called = use, 0
+        self.body, self.head = nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+        if use == "written":
+            self.head[0] = nn.ReLU(inplace=True)
+        if use == "hook":
+            self.head.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+            self.head[1].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        if use == "parametrised":
+            nn.utils.parametrizations.weight_norm(self.head[2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.called += 1
+        h = self.body(x)
+        if self.use == "tied":
+            h = h @ self.head[1].weight
+        if self.use == "twice":
+            h = h + self.head(h).sum(-1, keepdim=True)
+        out = self.head(h)
+        return out.tanh() if self.use == "after" else out
+
+
+WHOLE = 5
+"""Runs of the network for four draws where nothing can be left out: one more, to find that out."""
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "dense"])
+@pytest.mark.parametrize(
+    ("use", "weights", "name", "runs"),
+    [
+        ("plain", "last_layer", "head.2", 1),
+        ("plain", "head.1", "head", 1),
+        ("plain", ["head.1", "head.2"], "head", 1),
+        ("plain", "all", None, WHOLE - 1),
+        ("parametrised", "last_layer", "head.2", 1),
+        ("hook", "last_layer", "head.2", 1),
+        ("hook", "head", None, WHOLE - 1),
+        ("written", "head", None, WHOLE),
+        ("tied", "head", None, WHOLE),
+        ("twice", "head", None, WHOLE),
+        ("after", "last_layer", None, WHOLE),
+    ],
+)
+def test_only_the_part_that_differs_between_draws_runs_for_each(
+    use: str, weights: str | list[str], name: str | None, runs: int, structure: str
+) -> None:
+    torch.manual_seed(1)
+    model, x = Headed(use).double(), torch.randn(9, 3, dtype=F64)
+    data, options = (x, torch.randn(9, 2, dtype=F64)), {"weights": weights, "structure": structure}
+    posterior = lapis.laplace(model, data, "regression", **options)  # type: ignore[arg-type]
+    draws = posterior.sample(4)
+    expected = torch.stack(
+        [torch.func.functional_call(model, posterior.network.unflatten(draw), (x,)) for draw in draws]
+    )
+    model.called = 0
+    found = posterior.predict(x, method="sampled", samples=4)
+    assert model.called == runs
+    assert torch.allclose(found.latent.values[:, :, 0], expected, rtol=1e-9, atol=1e-12)
+    network = Network(model, weights, x)
+    with network.prepared():
+        ending = find_ending(network, x)
+    assert (None if ending is None else ending.name) == name
+    assert all(not module._forward_hooks for module in model.modules())

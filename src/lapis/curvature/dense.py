@@ -175,7 +175,8 @@ class DenseGaussian(BlockGaussian):
             return value
         # |Lambda + s R^T R| = |Lambda| |I + s R Lambda^-1 R^T|
         inner = self.scale * (rows / self.prior) @ rows.mT + torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
-        return self.prior.expand(self.block.size).log().sum() + torch.linalg.slogdet(inner).logabsdet
+        rest: Tensor = torch.linalg.slogdet(inner).logabsdet
+        return self.prior.expand(self.block.size).log().sum() + rest
 
     def color(self, noise: Tensor) -> Tensor:
         draws: Tensor = torch.linalg.solve_triangular(self.factor().mT, noise.double().T, upper=True)

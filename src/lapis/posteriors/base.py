@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -147,9 +147,9 @@ class Posterior(ABC):
         count = self._networks() if samples is None else samples
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise OptionError("No networks to draw", expected="samples >= 1", got=repr(count), do="ask for some draws")
-        draws = self._draws(count, generator or torch.Generator(self.network.device).manual_seed(0), inputs)
-        canonical = self.likelihood.canonical
-        values, shape = functional.sampled(self.network, canonical, self.n_outputs, draws, inputs)
+        source = generator or torch.Generator(self.network.device).manual_seed(0)
+        draws = partial(self._draws, count, source)
+        values, shape = functional.sampled(self.network, self.likelihood.canonical, self.n_outputs, draws, inputs)
         return predict_outputs(self.likelihood, LatentSamples(values), raw_shape=shape, link=link)
 
     def _networks(self) -> int:
@@ -157,7 +157,7 @@ class Posterior(ABC):
         return DRAWN_NETWORKS
 
     def _draws(self, n: int, generator: torch.Generator, inputs: Inputs) -> Iterable[Mapping[str, Tensor]]:
-        """Parameters of n networks that are to see `inputs`, one in memory at a time."""
+        """Parameters of n networks of which the drawn part is to see `inputs`, one in memory at a time."""
         return (self.network.unflatten(self.sample(1, generator=generator)[0]) for _ in range(n))
 
     def _linearised(self, x: Inputs, kind: functional.Kind) -> tuple[LatentGaussian, torch.Size]:

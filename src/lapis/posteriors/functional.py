@@ -17,6 +17,7 @@ from lapis.curvature.pooling import QuickPooling
 from lapis.curvature.record import Record
 from lapis.errors import DataError, MemoryBudgetError
 from lapis.network import Network
+from lapis.posteriors.ending import find_ending
 from lapis.predictions import LatentGaussian
 
 Kind = Literal["diagonal", "full", "joint"]
@@ -161,17 +162,23 @@ def sampled(
     network: Network,
     canonical: Callable[[Tensor], Tensor],
     width: int,
-    draws: Iterable[Mapping[str, Tensor]],
+    draws: Callable[[Inputs], Iterable[Mapping[str, Tensor]]],
     inputs: Inputs,
 ) -> tuple[Tensor, torch.Size]:
-    """Outputs (S, B, T, C) of networks with the given parameters, one by one, and the raw output's shape."""
+    """Outputs (S, B, T, C) of networks with the given parameters, one by one, and the raw output's shape.
+
+    `draws` is told what all of them will be given: the inputs, or what reaches the layers that differ.
+    """
     outputs = []
-    with network.prepared(), torch.no_grad():
-        for parameters in draws:
-            with QuickPooling():
-                raw = network.call(inputs, parameters)
-            outputs.append(canonical(raw))
-            check_outputs(outputs[-1], width, "this batch")
+    with network.prepared():
+        with QuickPooling():
+            ending = find_ending(network, inputs)
+        with torch.no_grad():
+            for parameters in draws(inputs if ending is None else ending.inputs):
+                with QuickPooling():
+                    raw = network.call(inputs, parameters) if ending is None else ending.call(parameters)
+                outputs.append(canonical(raw))
+                check_outputs(outputs[-1], width, "this batch")
     return torch.stack(outputs), raw.shape
 
 

@@ -1,0 +1,82 @@
+"""The end of a network: what is left to run when only the chosen weights change, as from one drawn network to the next.
+
+With the last layer's weights alone, everything before that layer runs once for all draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapis.batches import Inputs, tensors_in
+from lapis.network import Network
+
+
+@dataclass
+class Ending:
+    """A module that all chosen weights lie in, and one call of it."""
+
+    module: nn.Module
+    name: str
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    """Positional and named arguments."""
+    written: list[int]
+    """Torch's counts of writes to each of them, before the call."""
+    output: Any = None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same arguments come with any chosen weights, and the call has left them as they were."""
+        tensors = tensors_in(self.inputs)
+        return not any(tensor.requires_grad for tensor in tensors) and self.written == _writes(self.inputs)
+
+    def call(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """The network's output, with its parameters replaced by these."""
+        own = {name.removeprefix(f"{self.name}."): tensor for name, tensor in parameters.items()}
+        output: Tensor = torch.func.functional_call(self.module, own, *self.inputs)
+        return output
+
+
+def find_ending(network: Network, inputs: Inputs) -> Ending | None:
+    """The smallest module whose output is the network's for these inputs, and which holds all chosen weights; None
+    where that is the network itself. Call it inside `network.prepared()`, where gradients tell what depends on them.
+    """
+    calls: list[Ending] = []
+    handles = []
+    for place, letter in enumerate(network.names[0]):
+        name = network.names[0][:place]
+        if letter == "." and all(other.startswith(f"{name}.") for other in network.names):
+            module = network.module.get_submodule(name)
+            if not module._forward_hooks and not module._forward_pre_hooks:  # hooks would see their own results again
+                handles += _watched(module, name, calls)
+    if not handles:
+        return None
+    try:
+        output = network.call(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = [call.name for call in calls]
+    found = [call for call in calls if call.output is output and call.repeatable and names.count(call.name) == 1]
+    return found[-1] if found else None
+
+
+def _watched(module: nn.Module, name: str, calls: list[Ending]) -> list[torch.utils.hooks.RemovableHandle]:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(Ending(module, name, (args, kwargs), _writes((args, kwargs))))
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        [call for call in calls if call.name == name][-1].output = output
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]
+
+
+def _writes(inputs: Inputs) -> list[int]:
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors_in(inputs)]
