@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +20,9 @@ from lapis.errors import DataError, ModelError, OptionError
 
 Weights: TypeAlias = "str | Sequence[str] | Callable[[str, Tensor], bool]"
 """Which weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter)."""
+
+LARGEST_KEPT = 31 * 2**20
+"""Bytes; glibc learns nothing from blocks of 32 MB and more."""
 
 CALL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 """What modules raise when they are given inputs that they were not made for."""
@@ -193,6 +197,7 @@ class Network:
                 got="a call inside torch.inference_mode()",
                 do="use torch.no_grad(), which can be lifted where gradients are needed",
             )
+        keep_freed_memory()
         chosen = set(self.names)
         flags = [(p, name in chosen, p.requires_grad) for name, p in self.module.named_parameters()]
         with evaluating(self.module):
@@ -234,6 +239,17 @@ class Network:
                 digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
                 digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Ask the allocator for one large block, and give it back untouched.
+
+    glibc maps blocks beyond a threshold anew each time, and trims its heap: pages of intermediate results are then
+    cleared again and again, up to a third of the time of small networks. The threshold rises to the largest block that
+    was ever freed; this is the largest that counts. Other allocators do not mind.
+    """
+    torch.empty(LARGEST_KEPT, dtype=torch.uint8)
 
 
 @contextmanager
