@@ -21,8 +21,8 @@ from lapis.errors import DataError, ModelError, OptionError
 Weights: TypeAlias = "str | Sequence[str] | Callable[[str, Tensor], bool]"
 """Which weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter)."""
 
-LARGEST_KEPT = 31 * 2**20
-"""Bytes; glibc learns nothing from blocks of 32 MB and more."""
+LARGEST_KEPT = 2**25 - 2**16
+"""Just below the largest block that glibc's malloc adapts to (32 MiB)."""
 
 CALL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 """What modules raise when they are given inputs that they were not made for."""
@@ -245,9 +245,8 @@ class Network:
 def keep_freed_memory() -> None:
     """Ask the allocator for one large block, and give it back untouched.
 
-    glibc maps blocks beyond a threshold anew each time, and trims its heap: pages of intermediate results are then
-    cleared again and again, up to a third of the time of small networks. The threshold rises to the largest block that
-    was ever freed; this is the largest that counts. Other allocators do not mind.
+    glibc hands freed memory back to the system, to fault it in anew for the next intermediate result, up to a size that
+    adapts to the largest block freed so far: that costs up to a third of a network's time. Other allocators do not mind.
     """
     torch.empty(LARGEST_KEPT, dtype=torch.uint8)
 

@@ -29,9 +29,6 @@ WORK_BYTES = 64 * 2**20
 COLLECTED_SEEDS = 3
 """Seeds that go back one by one are multiplied with the layers' inputs so many at a time."""
 
-LARGEST_ADAPTED_BLOCK = 2**25 - 2**16
-"""Just below the largest block that glibc's malloc adapts to (32 MiB)."""
-
 
 @dataclass
 class Curvature:
@@ -79,9 +76,6 @@ def accumulate(
 ) -> None:
     """Add a pass over a stream of batches, `total` of them if known, to `curvature`."""
     work = min(WORK_BYTES, memory_budget)
-    # glibc hands freed memory back to the system, to fault it in anew for the next batch, up to a size that adapts to
-    # the largest block freed so far: up to a fifth of a fit of a convolutional network. Nothing is touched here.
-    torch.empty(LARGEST_ADAPTED_BLOCK, dtype=torch.uint8)
     with network.prepared():
         for batch in track(stream, "curvature", total, progress):
             for part in batch.split(examples_at_once(curvature, 1, work)):

@@ -154,9 +154,11 @@ class Categorical(Likelihood):
         here, below = tails[..., :-1], tails[..., 1:]
         scale = 0.5 * (log_p[..., :-1] - here - below)
         diagonal = torch.exp(0.5 * (log_p[..., :-1] + below - here))
-        s = (log_p.unsqueeze(-1) + scale.unsqueeze(-2)).exp().tril(-1).neg_()
-        s.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
-        return s if y.is_floating_point() else torch.where(self._counts(y)[..., None, None], s, 0.0)
+        # column after column in memory: they go back through the network one by one, or as one matrix
+        s = (log_p + scale.movedim(-1, 0).contiguous().unsqueeze(-1)).exp_().neg_().movedim(0, -1)
+        places = torch.arange(f.shape[-1], device=f.device)
+        s.masked_fill_(places[:, None] < places[:-1], 0.0).diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+        return s if y.is_floating_point() else s.masked_fill_(~self._counts(y)[..., None, None], 0.0)
 
     def curved(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
         """p (w - p . w) with w = u - u_m for the likeliest class m: a shift of all of u changes nothing, and with this
