@@ -384,10 +384,10 @@ def test_few_rows_beside_the_weights_give_the_same_dense_posterior(
 
 
 @pytest.mark.parametrize("groups", ["one", "layer"])
-def test_the_dense_log_determinant_has_first_and_second_derivatives(
+def test_dense_log_determinants_and_variances_have_first_and_second_derivatives(
     groups: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By prior precisions and by the noise, and marginal variances, where the matrix has several strips."""
+    """By prior precisions and by the noise, where the matrix has several strips."""
     monkeypatch.setattr(dense, "STRIP", 7)
     monkeypatch.setattr(dense, "FEW", 0.0)
     posterior = fit(network(), structure="dense", prior=lapis.Prior(0.7, groups=groups))
@@ -407,8 +407,12 @@ def test_the_dense_log_determinant_has_first_and_second_derivatives(
     found = derivatives(block.gaussian(prior, scale).logdet())
     expected = derivatives(torch.linalg.slogdet(matrix).logabsdet)
     assert all(close(one.detach(), other.detach(), 1e-9) for one, other in zip(found, expected, strict=True))
+    weight = torch.linspace(-1.0, 2.0, len(curvature), dtype=F64)
+    found = derivatives(block.gaussian(prior, scale).variance() @ weight)
+    expected = derivatives(torch.linalg.inv(matrix).diagonal() @ weight)
+    assert all(close(one.detach(), other.detach(), 1e-9) for one, other in zip(found, expected, strict=True))
     fixed = block.gaussian(posterior.weight_prior.with_precision(precision.detach()), scale.detach())
-    assert close(fixed.variance(), torch.linalg.inv(matrix).diagonal().detach(), 1e-10)
+    assert torch.equal(fixed.variance(), block.gaussian(prior, scale).variance())
     assert close(fixed.factor(), torch.linalg.cholesky(matrix).detach(), 1e-10)
 
 

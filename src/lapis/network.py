@@ -246,7 +246,7 @@ def keep_freed_memory() -> None:
     """Ask the allocator for one large block, and give it back untouched.
 
     glibc hands freed memory back to the system, to fault it in anew for the next intermediate result, up to a size that
-    adapts to the largest block freed so far: that costs up to a third of a network's time. Other allocators do not mind.
+    adapts to the largest block freed so far: up to a third of a network's time. Other allocators do not mind.
     """
     torch.empty(LARGEST_KEPT, dtype=torch.uint8)
 

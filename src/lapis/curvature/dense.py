@@ -136,6 +136,8 @@ class DenseGaussian(BlockGaussian):
     def __init__(self, block: DenseBlock, prior: Tensor, scale: Tensor) -> None:
         self.block, self.prior, self.scale = block, prior, scale
         self.differentiable = prior.requires_grad or scale.requires_grad
+        self.fixed = DenseGaussian(block, prior.detach(), scale.detach()) if self.differentiable else self
+        """The same numbers, for functions that know their own derivatives."""
         self._factor: Tensor | None = None
 
     def matrix(self) -> Tensor:
@@ -146,7 +148,7 @@ class DenseGaussian(BlockGaussian):
     def factor(self) -> Tensor:
         """L with L L^T = precision."""
         if self._factor is None:
-            factor, info = torch.linalg.cholesky_ex(self.matrix()) if self.differentiable else self._factor_in_place()
+            upper, info = self._upper()
             if int(info):
                 with torch.no_grad():
                     lowest = float(torch.linalg.eigvalsh(self.scale * self.block.curvature)[0])
@@ -156,22 +158,25 @@ class DenseGaussian(BlockGaussian):
                     got=f"curvature whose smallest eigenvalue is {lowest:.3g}",
                     do=f'use curvature="ggn", train to a minimum, or a prior precision above {-lowest:.3g}',
                 )
-            self._factor = factor
+            self._factor = upper.mT
         return self._factor
 
-    def _factor_in_place(self) -> tuple[Tensor, Tensor]:
-        """In the memory of one matrix: its lower triangle is the upper one of what LAPACK sees, column after column."""
-        factor = self.scale * self.block.lower
-        factor.diagonal().add_(self.prior)
-        info = torch.empty((), dtype=torch.int32, device=factor.device)
-        torch.linalg.cholesky_ex(factor.mT, upper=True, out=(factor.mT, info))
-        return factor, info
+    def _upper(self) -> tuple[Tensor, Tensor]:
+        """The factor's transpose, and 0 if there is one. Where nobody differentiates, in the memory of one matrix: its
+        lower triangle is the upper one of what LAPACK sees, column after column."""
+        if self.differentiable:
+            upper, info = torch.linalg.cholesky_ex(self.matrix().mT, upper=True)
+            return upper, info
+        matrix = (self.scale * self.block.lower).mT
+        matrix.diagonal().add_(self.prior)
+        info = torch.empty((), dtype=torch.int32, device=matrix.device)
+        torch.linalg.cholesky_ex(matrix, upper=True, out=(matrix, info))
+        return matrix, info
 
     def logdet(self) -> Tensor:
         rows = self.block.few_rows
         if rows is None:
-            fixed = DenseGaussian(self.block, self.prior.detach(), self.scale.detach()) if self.differentiable else self
-            value: Tensor = _LogDeterminant.apply(self.prior, self.scale, fixed)  # type: ignore[no-untyped-call]
+            value: Tensor = _LogDeterminant.apply(self.prior, self.scale, self.fixed)  # type: ignore[no-untyped-call]
             return value
         # |Lambda + s R^T R| = |Lambda| |I + s R Lambda^-1 R^T|
         inner = self.scale * (rows / self.prior) @ rows.mT + torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
@@ -189,8 +194,8 @@ class DenseGaussian(BlockGaussian):
         return torch.cholesky_solve(vectors.T, self.factor()).T
 
     def variance(self) -> Tensor:
-        factor = self.factor()
-        return torch.cholesky_inverse(factor).diagonal() if factor.requires_grad else _inverse_diagonal(factor)
+        value: Tensor = _Variance.apply(self.prior, self.scale, self.fixed)  # type: ignore[no-untyped-call]
+        return value
 
     def _whitened(self, contributions: Sequence[Contribution]) -> Tensor:
         """L^-1 J^T as (size, B, M)."""
@@ -237,7 +242,7 @@ def _inverse_diagonal(factor: Tensor) -> Tensor:
 
 
 class _LogDeterminant(torch.autograd.Function):
-    """log |s C + Lambda|. Its derivatives need only the diagonal v of the inverse: v by Lambda, and by s
+    """log |s C + Lambda|, of which the variances v are the derivatives by Lambda; by s it has
     trace((s C + Lambda)^-1 C) = (P - sum(Lambda v)) / s."""
 
     @staticmethod
@@ -249,10 +254,25 @@ class _LogDeterminant(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
         prior, scale = ctx.saved_tensors
-        gaussian: DenseGaussian = ctx.gaussian
-        if torch.is_grad_enabled():  # the gradient is to be differentiated, too
-            variance = torch.linalg.inv(DenseGaussian(gaussian.block, prior, scale).matrix()).diagonal()
-        else:
-            variance = gaussian.variance()
-        by_scale = (gaussian.block.size - (prior * variance).sum()) / scale
+        variance: Tensor = _Variance.apply(prior, scale, ctx.gaussian)  # type: ignore[no-untyped-call]
+        by_scale = (len(variance) - (prior * variance).sum()) / scale
         return (slope * variance).sum_to_size(prior.shape), slope * by_scale, None
+
+
+class _Variance(torch.autograd.Function):
+    """The diagonal v of W = (s C + Lambda)^-1. With slopes u it has the derivatives -(W * W) u by Lambda, and by s
+    -u . diag(W C W) = -u . (v - (W * W) Lambda) / s."""
+
+    @staticmethod
+    def forward(ctx: Any, prior: Tensor, scale: Tensor, gaussian: DenseGaussian) -> Tensor:
+        ctx.save_for_backward(prior, scale)
+        ctx.block = gaussian.block
+        return _inverse_diagonal(gaussian.factor())
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
+        prior, scale = ctx.saved_tensors
+        inverse = torch.linalg.inv(DenseGaussian(ctx.block, prior, scale).matrix())
+        by_prior = -(inverse.square() @ slope)
+        by_scale = -(slope @ inverse.diagonal() + by_prior @ prior.expand(len(slope))) / scale
+        return by_prior.sum_to_size(prior.shape), by_scale, None

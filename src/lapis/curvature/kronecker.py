@@ -88,8 +88,8 @@ class KroneckerBlock(Block):
     def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Eigenvalues and vectors of G, then of A (no vectors for look-ups: A is diagonal); computed once."""
         if self._eigen is None:
-            inputs = self.mean_inputs()
-            values, vectors = (inputs[None], None) if self.site.kind == "lookup" else _eigh(inputs)
+            values, vectors = (self.inputs[None], None) if self.site.kind == "lookup" else _eigh(self.inputs)
+            values = values / self.positions.clamp(min=1)  # not the sums: no copy of them
             if self.apart and vectors is not None:
                 values, vectors = pad(values, (0, 1), value=1.0), pad(vectors, (0, 1, 0, 1))
                 vectors[:, -1, -1] = 1.0
