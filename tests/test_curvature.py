@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import lapis
 import reference
 from cases import CASES, F64, GatedTie, MaskedTokens, WeightedPositions, call, take
+from lapis.curvature import patches
 from lapis.curvature.tape import Tape
 from lapis.errors import LapisError, LapisWarning, ModelError
 from lapis.network import Network
@@ -496,3 +497,61 @@ def test_a_network_that_rewrites_its_weights_is_not_changed() -> None:
     with contextlib.suppress(LapisError):
         lapis.laplace(model, data, "gaussian")
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+GEOMETRIES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], dict[str, Any]]] = {
+    "line": ((3, 4, 9), 1, (3,), {"stride": 1, "dilation": 1, "padding": 1}),
+    "image": ((2, 3, 8, 7), 1, (3, 2), {"stride": 1, "dilation": 1, "padding": 0}),
+    "padded": ((2, 1, 6, 6), 1, (5, 5), {"stride": 1, "dilation": 1, "padding": 2}),
+    "same": ((2, 2, 8, 6), 1, (4, 3), {"stride": (1, 1), "dilation": 1, "padding": "same"}),
+    "sparse": ((2, 2, 8, 11), 1, (3, 3), {"stride": (1, 2), "dilation": (1, 3), "padding": (1, 2)}),
+    "groups": ((2, 6, 7, 6), 3, (3, 3), {"stride": 1, "dilation": 1, "padding": 1}),
+    "depthwise": ((2, 4, 7, 6), 4, (2, 3), {"stride": 1, "dilation": 1, "padding": 1}),
+    "volume": ((2, 2, 6, 5, 4), 1, (3, 2, 2), {"stride": (1, 2, 1), "dilation": 1, "padding": (1, 0, 1)}),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_moments_of_overlapping_patches_are_those_of_patches(name: str, bias: bool) -> None:
+    shape, groups, kernel, arguments = GEOMETRIES[name]
+    x = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(0))
+    a = patches.patches(x, kernel, arguments, groups).flatten(1, 2)
+    if bias:
+        a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
+    start = torch.randn(groups, a.shape[-1], a.shape[-1], dtype=F64, generator=torch.Generator().manual_seed(1))
+    total = start.clone()
+    patches.add_patch_moment(total, x, kernel, arguments, groups)
+    assert relative_error((total - start).tril(), (a.mT @ a).tril()) < 1e-13
+
+
+@pytest.mark.parametrize("bias", ["joint", "separate"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_kronecker_factors_are_the_same_however_patches_are_summed(
+    sharing: str, bias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A convolution that is used twice, next to one whose patches share no rows."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 3, 3, stride=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h: Tensor = self.second(torch.tanh(self.first(torch.tanh(self.first(x)))))
+            return h.mean((2, 3))
+
+    torch.manual_seed(0)
+    model, data = Twice().double(), (torch.randn(5, 2, 8, 9, dtype=F64), torch.randn(5, 3, dtype=F64))
+    seen: list[int] = []
+    add = patches.add_patch_moment
+    monkeypatch.setattr("lapis.curvature.layers.add_patch_moment", lambda *arguments: (seen.append(1), add(*arguments)))
+
+    def factors() -> list[Tensor]:
+        found = lapis.laplace(model, data, "regression", structure="kronecker", sharing=sharing, bias=bias, prior=PRIOR)  # type: ignore[arg-type]
+        return [block.state()["inputs"].tril() for block in found.curvature.blocks]
+
+    quick = factors()
+    assert len(seen) == (2 if sharing == "expand" else 0)
+    monkeypatch.setattr(patches, "MANY_ROWS", math.inf)
+    assert all(relative_error(one, other) < 1e-12 for one, other in zip(quick, factors(), strict=True))

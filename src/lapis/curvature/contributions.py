@@ -36,6 +36,8 @@ class Outer:
     inputs: Callable[[], Tensor]
     g: Tensor
     bias: bool = False
+    add_moment: Callable[[Tensor], None] | None = None
+    """Does what `add_input_moment` does, without making the inputs."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -162,13 +164,17 @@ class Outer:
     def reduced(self) -> Outer:
         """Positions merged: the mean of a, the sum of g."""
         inputs = self.inputs
-        return replace(self, inputs=lambda: inputs().mean(2, keepdim=True), g=self.g.sum(3, keepdim=True))
+        g = self.g.sum(3, keepdim=True)
+        return replace(self, inputs=lambda: inputs().mean(2, keepdim=True), g=g, add_moment=None)
 
     def add_input_moment(self, total: Tensor) -> None:
         """Add the lower triangle of the sum over examples and positions of a a^T to `total` (K, I, I).
 
         The bias counts where `total` has a column for it.
         """
+        if self.add_moment is not None:
+            self.add_moment(total)
+            return
         for group, each in enumerate(self.inputs().flatten(1, 2)):
             width = each.shape[1]
             add_half_gram(total[group, :width, :width], each)

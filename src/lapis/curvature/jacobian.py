@@ -29,7 +29,7 @@ KEPT_BYTES = 16 * 2**20
 PROBED_EXAMPLES, PROBED_VECTORS, PROBED_BYTES = 64, 8, 16 * 2**20
 """Examples, vectors and bytes of graph at most that the ways are timed on: a few examples of a large network tell."""
 
-NEARLY = {False: 1.25, True: 1.1}
+NEARLY = {False: 1.25, True: 1.05}
 """A way within this factor of the fastest that takes less memory is as good; for one vector, and for several."""
 
 SMALL_BYTES, LARGE_BYTES, LARGE_PARTS = 4 * 2**20, 16 * 2**20, 3

@@ -8,16 +8,15 @@ call returns nothing, and the weights concerned fall to the general per-example 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lapis.curvature.axes import BatchAxis
+from lapis.curvature.patches import add_patch_moment, count, patches, rows_overlap, transposed_patches
 from lapis.curvature.sites import Slot
 
 
@@ -50,6 +49,8 @@ class OuterUse:
     bias: Slot | None
     inputs: Callable[[], Tensor]
     gradient: Callable[[Tensor], Tensor]
+    add_moment: Callable[[Tensor], None] | None = None
+    """Adds the sum of a a^T over the inputs, where there is a quicker way than to make them."""
 
 
 @dataclass(frozen=True)
@@ -132,71 +133,6 @@ def matmul(call: Call, axis: BatchAxis) -> list[Use]:
 # convolutions --------------------------------------------------------------------------------------
 
 
-def _tuple(value: Any, n: int) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,) * n
-    values = tuple(value)
-    return values * n if len(values) == 1 else values
-
-
-def patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], groups: int) -> Tensor:
-    """The patch under each output position, (K, N, T, I) with I = (channels / K) * kernel.
-
-    In memory positions come last and inputs first: sums over examples and positions then run along memory.
-    """
-    n = len(kernel)
-    stride, dilation = _tuple(arguments["stride"], n), _tuple(arguments["dilation"], n)
-    padding = arguments["padding"]
-    if padding == "same":
-        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        pads = [(t // 2, t - t // 2) for t in total]
-    else:
-        widths = (0,) * n if padding == "valid" else _tuple(padding, n)
-        pads = [(w, w) for w in widths]
-    if any(pad != (0, 0) for pad in pads):
-        x = F.pad(x, [width for pad in reversed(pads) for width in pad])
-    sizes = [
-        (length - d * (k - 1) - 1) // s + 1
-        for length, k, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)
-    ]
-    laid = x.new_empty(x.shape[1], *kernel, x.shape[0], *sizes)
-    for tap in itertools.product(*map(range, kernel)):
-        window = tuple(
-            slice(t * d, t * d + (size - 1) * s + 1, s)
-            for t, d, s, size in zip(tap, dilation, stride, sizes, strict=True)
-        )
-        _at(laid, 1, tap).copy_(_at(x, 2, window).transpose(0, 1))
-    return laid.reshape(groups, -1, x.shape[0], _count(sizes)).permute(0, 2, 3, 1)
-
-
-def _at(tensor: Tensor, dim: int, places: Sequence[int | slice]) -> Tensor:
-    """tensor[..., *places] with the places starting at axis `dim`."""
-    index: tuple[Any, ...] = (slice(None),) * dim + tuple(places)
-    return tensor[index]
-
-
-def transposed_patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], groups: int) -> Tensor:
-    """The same for transposed convolutions: what each weight sees of the input at each output position."""
-    channels, taps = x.shape[1], _count(kernel)
-    one_hot = torch.eye(taps, dtype=x.dtype, device=x.device).reshape(taps, *kernel)
-    function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(kernel) - 1]
-    spread = function(
-        x,
-        one_hot.expand(channels, *one_hot.shape),
-        None,
-        arguments["stride"],
-        arguments["padding"],
-        arguments["output_padding"],
-        channels,
-        arguments["dilation"],
-    )
-    return spread.reshape(x.shape[0], groups, -1, _count(spread.shape[2:])).permute(1, 0, 3, 2)
-
-
-def _count(shape: Any) -> int:
-    return int(torch.Size(tuple(shape)).numel())
-
-
 def _convolution(call: Call, axis: BatchAxis, transposed: bool) -> list[Use]:
     x, weight, groups = call.arguments["input"], call.arguments["weight"], call.arguments["groups"]
     if axis.dim != 0 or x.dim() != weight.dim():
@@ -207,16 +143,17 @@ def _convolution(call: Call, axis: BatchAxis, transposed: bool) -> list[Use]:
         return []
     if transposed:
         per_group, outputs = weight.shape[0] // groups, weight.shape[1]
-        view, axes = (groups, per_group, outputs, _count(kernel)), (0, 2, 1, 3)
+        view, axes = (groups, per_group, outputs, count(kernel)), (0, 2, 1, 3)
     else:
         per_group, outputs = weight.shape[1], weight.shape[0] // groups
-        view, axes = (groups, outputs, per_group, _count(kernel)), (0, 1, 2, 3)
+        view, axes = (groups, outputs, per_group, count(kernel)), (0, 1, 2, 3)
     if slot is not None:
-        slot = replace(slot, view=view, axes=axes, shape=(groups, outputs, per_group * _count(kernel)))
+        slot = replace(slot, view=view, axes=axes, shape=(groups, outputs, per_group * count(kernel)))
     bias = call.slots.get("bias")
     if bias is not None:
         bias = replace(bias, view=(groups, outputs, 1), axes=(0, 1, 2), shape=(groups, outputs, 1))
     unfold = transposed_patches if transposed else patches
+    overlapping = not transposed and rows_overlap(x, kernel, call.arguments)
 
     def inputs() -> Tensor:
         a = unfold(x, kernel, call.arguments, groups)
@@ -226,7 +163,10 @@ def _convolution(call: Call, axis: BatchAxis, transposed: bool) -> list[Use]:
         g = raw.reshape(*raw.shape[:2], groups, outputs, -1).permute(2, 0, 1, 4, 3)
         return g if axis.trivial else axis.unfold(g, 2).flatten(3, 5)
 
-    return [OuterUse(slot, bias, inputs, gradient)]
+    def add_moment(total: Tensor) -> None:
+        add_patch_moment(total, x, kernel, call.arguments, groups)
+
+    return [OuterUse(slot, bias, inputs, gradient, add_moment if overlapping else None)]
 
 
 def convolution(call: Call, axis: BatchAxis) -> list[Use]:
@@ -268,9 +208,9 @@ def _broadcast_rows(slot: Slot, shape: torch.Size, axis: BatchAxis, factor: Tens
         aligned = (1,) * (product.dim() - 1 - len(shape)) + tuple(shape)
         kept = (*aligned[: axis.dim], 1, 1, *aligned[axis.dim + 1 :])
         summed = [2 + place for place, length in enumerate(kept) if length == 1]
-        return axis.unfold(product, 1).sum(summed).reshape(*product.shape[:1], -1, _count(shape))
+        return axis.unfold(product, 1).sum(summed).reshape(*product.shape[:1], -1, count(shape))
 
-    entries = _count(shape)
+    entries = count(shape)
     return RowsUse(replace(slot, view=(entries,), axes=(0,), shape=(entries,)), rows)
 
 

@@ -195,7 +195,13 @@ class Record:
                 self._inputs[id(site)] = made
             return made
 
-        return Outer(inputs, g, site.bias is not None)
+        moments = [use.add_moment for use, _ in uses if use.add_moment is not None and site.weight is not None]
+
+        def add_moment(total: Tensor) -> None:
+            for add in moments:
+                add(total)
+
+        return Outer(inputs, g, site.bias is not None, add_moment if len(moments) == len(uses) else None)
 
     @staticmethod
     def _lookup(uses: list[tuple[LookupUse, Tensor]]) -> Lookup:
