@@ -4,11 +4,11 @@ The grid has a decay for each decade: 10, 100, and on while the best is at an en
 each, picks the best by the log likelihood of the other 10% (one fold), and trains again on all of it; evidence training
 (`lapis.train`) runs once, on all of it, with a prior precision for each layer (in one case also with one for all). All
 have the same networks, first weights, epochs, optimiser and learning rates. A small MLP, a wide one with four hidden
-layers and a CNN on all 60,000 images (on Fashion-MNIST a deeper CNN, too), the small MLP and the CNN on 10,000. Scored
-on the test images: the plain network at the weights found (accuracy, mean log likelihood, and the gain over the grid's
-choice with its paired standard error), and the linearised Laplace predictive (its prior precision is the decay chosen,
-or what the evidence found). Results are kept as they come, in docs/results/evidence_training.json: a run that was
-killed goes on from there.
+layers and a CNN on all 60,000 images (on Fashion-MNIST a deeper CNN, too, once more with more epochs), the small MLP
+and the CNN on 10,000. Scored on the test images: the plain network at the weights found (accuracy, mean log likelihood,
+and the gain over the grid's choice with its paired standard error), and the linearised Laplace predictive (its prior
+precision is the decay chosen, or what the evidence found). Results are kept as they come, in
+docs/results/evidence_training.json: a run that was killed goes on from there.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ SCHEDULES = {
     ("mlp", SOME): (100, 5), ("cnn", SOME): (40, 2),
 }  # fmt: skip
 """Epochs, and how many of them lie between two times that `lapis.train` tunes, by network and number of images."""
+LONGER = ("deep", "fashion_mnist", ALL, 0), (40, 4)
+"""A case that is trained once more, for longer, to see what the number of epochs changes."""
 CASES = [
     *((kind, data, ALL, 0) for data in ("fashion_mnist", "mnist") for kind in ("mlp", "wide", "cnn")),
     *((kind, data, SOME, 0) for data in ("fashion_mnist", "mnist") for kind in ("mlp", "cnn")),
@@ -150,6 +152,12 @@ class Case:
         return f"{TITLES[self.data]}, {TITLES[self.kind]}"
 
     @property
+    def size(self) -> str:
+        """Images, and what is unusual about the case."""
+        longer = f", {self.epochs} epochs" if (self.epochs, self.every) == LONGER[1] else ""
+        return f"{self.n:,}{longer}"
+
+    @property
     def priors(self) -> dict[Literal["layer", "one"], str]:
         """Ways of grouping that the evidence tunes, with their titles."""
         more = (self.kind, self.data, self.n) == ONE and self.seed == 0
@@ -252,7 +260,7 @@ def rows(case: Case, decay: float, searched: float, results: Results) -> list[tu
         found.append((f"evidence, {name}", mine, gain, mine["training_seconds"]))
     lines = []
     for name, scores, gain, seconds in found:
-        cells = [f"{case.n:,}" + (f", seed {case.seed}" if case.seed else ""), case.title, name]
+        cells = [case.size + (f", seed {case.seed}" if case.seed else ""), case.title, name]
         for score, digits in (("accuracy", 2), ("log_likelihood", 4)):
             cells.append(f"{scores[score]:.{digits}f}")
             cells.append("" if gain is None else f"{gain[score]['mean']:+.{digits}f} ± {gain[score]['se']:.{digits}f}")
@@ -289,7 +297,8 @@ def cases(seed: int, quick: bool) -> list[Case]:
             for case in found
             if case.n == ALL and case.seed == seed and case.kind != "deep"
         ]
-    return found
+    (kind, data, n, more), schedule = LONGER
+    return [*found, Case(kind, data, n, seed + more, *schedule)]
 
 
 def draw(axis: plt.Axes, case: Case, cells: dict[float, dict[str, Any]], decay: float, results: Results) -> None:
@@ -302,7 +311,7 @@ def draw(axis: plt.Axes, case: Case, cells: dict[float, dict[str, Any]], decay: 
         axis.axhline(results.held[f"{case.key} {groups}"]["log_likelihood"], color=colour, label=f"evidence, {name}")
     axis.autoscale(axis="y")
     axis.margins(y=0.12)
-    axis.set_title(f"{case.title}, {case.n:,}", fontsize="medium")
+    axis.set_title(f"{case.title}, {case.size}", fontsize="medium")
 
 
 def main() -> None:
