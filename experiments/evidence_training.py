@@ -311,7 +311,7 @@ def draw(axis: plt.Axes, case: Case, cells: dict[float, dict[str, Any]], decay: 
         axis.axhline(results.held[f"{case.key} {groups}"]["log_likelihood"], color=colour, label=f"evidence, {name}")
     axis.autoscale(axis="y")
     axis.margins(y=0.12)
-    axis.set_title(f"{case.title}, {case.size}", fontsize="medium")
+    axis.set_title(f"{case.title}, {case.size}", fontsize="small")
 
 
 def main() -> None:

@@ -29,8 +29,13 @@ KEPT_BYTES = 16 * 2**20
 PROBED_EXAMPLES, PROBED_VECTORS, PROBED_BYTES = 64, 8, 16 * 2**20
 """Examples, vectors and bytes of graph at most that the ways are timed on: a few examples of a large network tell."""
 
-NEARLY = {False: 1.25, True: 1.05}
+NEARLY = {False: 1.25, True: 1.1}
 """A way within this factor of the fastest that takes less memory is as good; for one vector, and for several."""
+
+NEARLY_WHOLE = 1.05
+"""The same for several vectors where the ways were timed on a whole batch. On fewer examples several vectors at once
+look better than they are: they leave the cache later.
+"""
 
 SMALL_BYTES, LARGE_BYTES, LARGE_PARTS = 4 * 2**20, 16 * 2**20, 3
 """Whether the tangents' graph may be held beside the network's. Yes where that is small. Where it is large, too, in so
@@ -331,7 +336,8 @@ class Jacobian:
                 break
             for way in contenders:
                 seconds[way] = min(seconds[way], self._timed(inputs, way, vectors))
-        limit = NEARLY[several] * min(seconds.values(), default=0.0)
+        whole = several and batch_length(inputs) == len(self.batches[0])
+        limit = (NEARLY_WHOLE if whole else NEARLY[several]) * min(seconds.values(), default=0.0)
         good = [way for way in LEANEST if seconds.get(way, math.inf) <= limit]
         self._known.way[several] = good[0] if good else "rows"
 
