@@ -32,9 +32,9 @@ PROBED_EXAMPLES, PROBED_VECTORS, PROBED_BYTES = 64, 8, 16 * 2**20
 NEARLY = {False: 1.25, True: 1.1}
 """A way within this factor of the fastest that takes less memory is as good; for one vector, and for several."""
 
-NEARLY_WHOLE = 1.05
-"""The same for several vectors where the ways were timed on a whole batch. On fewer examples several vectors at once
-look better than they are: they leave the cache later.
+NEARLY_WHOLE, NEARLY_LARGE = 1.05, 1.5
+"""The same for several vectors where the ways were timed on a whole batch, and on few examples of a large network. On
+fewer examples several vectors at once look better than they are: they leave the cache later.
 """
 
 SMALL_BYTES, LARGE_BYTES, LARGE_PARTS = 4 * 2**20, 16 * 2**20, 3
@@ -336,8 +336,12 @@ class Jacobian:
                 break
             for way in contenders:
                 seconds[way] = min(seconds[way], self._timed(inputs, way, vectors))
-        whole = several and batch_length(inputs) == len(self.batches[0])
-        limit = (NEARLY_WHOLE if whole else NEARLY[several]) * min(seconds.values(), default=0.0)
+        nearly, timed = NEARLY[several], batch_length(inputs)
+        if several and timed == len(self.batches[0]):
+            nearly = NEARLY_WHOLE
+        elif several and timed < PROBED_EXAMPLES:
+            nearly = NEARLY_LARGE
+        limit = nearly * min(seconds.values(), default=0.0)
         good = [way for way in LEANEST if seconds.get(way, math.inf) <= limit]
         self._known.way[several] = good[0] if good else "rows"
 
