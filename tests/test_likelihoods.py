@@ -552,3 +552,13 @@ def test_custom_categorical_is_categorical_at_every_position() -> None:
         close(custom.gradient(case.f, y), case.likelihood.gradient(case.f, case.y))
         s, t = custom.factor(case.f, y), case.likelihood.factor(case.f, case.y)
         close(s @ s.mT, t @ t.mT, 1e-8)
+
+
+def test_the_softmax_factor_is_differentiable() -> None:
+    """d(S S^T) is that of diag(p) - p p^T."""
+    f = torch.randn(3, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    y, weight = torch.zeros(3, 1, dtype=torch.long), torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
+    factor, p = Categorical().factor(f, y), f.softmax(-1)
+    (found,) = torch.autograd.grad(((factor @ factor.mT) * weight).sum(), f)
+    (expected,) = torch.autograd.grad(((torch.diag_embed(p) - p[..., None] * p[..., None, :]) * weight).sum(), f)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -155,7 +155,8 @@ class Categorical(Likelihood):
         scale = 0.5 * (log_p[..., :-1] - here - below)
         diagonal = torch.exp(0.5 * (log_p[..., :-1] + below - here))
         # column after column in memory: they go back through the network one by one, or as one matrix
-        s = (log_p + scale.movedim(-1, 0).contiguous().unsqueeze(-1)).exp_().neg_().movedim(0, -1)
+        s = (log_p + scale.movedim(-1, 0).contiguous().unsqueeze(-1)).exp_()
+        s = (s.clone() if s.requires_grad else s).neg_().movedim(0, -1)  # a derivative needs the exponentials
         places = torch.arange(f.shape[-1], device=f.device)
         s.masked_fill_(places[:, None] < places[:-1], 0.0).diagonal(dim1=-2, dim2=-1).copy_(diagonal)
         return s if y.is_floating_point() else s.masked_fill_(~self._counts(y)[..., None, None], 0.0)
