@@ -37,7 +37,7 @@ SCRATCH = ROOT / "build" / "evidence_training"
 ALL, SOME = 60_000, 10_000
 SCHEDULES = {
     ("mlp", ALL): (60, 4), ("wide", ALL): (20, 2), ("cnn", ALL): (15, 2), ("deep", ALL): (15, 2),
-    ("mlp", SOME): (100, 5), ("cnn", SOME): (40, 2),
+    ("full", ALL): (15, 2), ("mlp", SOME): (100, 5), ("cnn", SOME): (40, 2),
 }  # fmt: skip
 """Epochs, and how many of them lie between two times that `lapis.train` tunes, by network and number of images."""
 LONGER = ("deep", "fashion_mnist", ALL, 0), (40, 4)
@@ -57,7 +57,9 @@ ONE = ("mlp", "fashion_mnist", ALL)
 TITLES = {
     "mnist": "MNIST", "fashion_mnist": "Fashion-MNIST",
     "mlp": "MLP", "wide": "wide MLP", "cnn": "CNN", "deep": "deep CNN",
+    "full": "full CNN",
 }  # fmt: skip
+CHANNELS = {"deep": ((32, 48, 64), (256, 128)), "full": ((64, 96, 128), (512, 256))}
 WIDTHS = {"mlp": (784, 100, 50, 10), "wide": (784, 1024, 512, 256, 128, 10)}
 
 
@@ -70,12 +72,13 @@ def network(kind: str, seed: int) -> nn.Sequential:
         layers = [nn.Linear(*ends) for ends in pairwise(WIDTHS[kind])]
         hidden = [module for layer in layers[:-1] for module in (layer, nn.ReLU())]
         return nn.Sequential(nn.Flatten(), *hidden, layers[-1])
-    if kind == "deep":
+    if kind in CHANNELS:
+        (one, two, three), (wide, narrow) = CHANNELS[kind]
         return nn.Sequential(
-            nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(3, 2, 1),
-            nn.Conv2d(32, 48, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1),
-            nn.Conv2d(48, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Flatten(),
-            nn.Linear(64 * 9, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10),
+            nn.Conv2d(1, one, 5), nn.ReLU(), nn.MaxPool2d(3, 2, 1),
+            nn.Conv2d(one, two, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1),
+            nn.Conv2d(two, three, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Flatten(),
+            nn.Linear(three * 9, wide), nn.ReLU(), nn.Linear(wide, narrow), nn.ReLU(), nn.Linear(narrow, 10),
         ).to(memory_format=torch.channels_last)  # fmt: skip
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, 2, 2), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(), nn.Flatten(),

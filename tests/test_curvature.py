@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -19,7 +21,8 @@ from torch import Tensor, nn
 import lapis
 import reference
 from cases import CASES, F64, GatedTie, MaskedTokens, WeightedPositions, call, take
-from lapis.curvature import patches
+from lapis.curvature import patches, plan
+from lapis.curvature.record import Record
 from lapis.curvature.tape import Tape
 from lapis.errors import LapisError, LapisWarning, ModelError
 from lapis.network import Network
@@ -458,6 +461,69 @@ def test_where_examples_lie_is_measured_once(picks: bool, runs: int) -> None:
         model.count = 0
         tape.record(x[:, None])  # other axes than before
         assert model.count == 2
+
+
+class Changing(nn.Module):
+    """A network whose way of using its weights is an attribute, which a user may set between two fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.way = "plain"
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.way == "twice":
+            h = h + nn.functional.linear(x.square(), self.first.weight)
+        if self.way == "hidden":  # not by a function with a rule
+            h = h * torch.linalg.vector_norm(self.first.weight)
+        if self.way == "batch":
+            h = h - h.mean(0)
+        return self.last(self.norm(h).tanh())
+
+
+def changing() -> tuple[Changing, tuple[Tensor, Tensor]]:
+    torch.manual_seed(3)
+    return Changing().double(), (torch.randn(12, 3, dtype=F64), torch.randn(12, 2, dtype=F64))
+
+
+@every_structure
+@pytest.mark.parametrize("way", ["plain", "twice", "hidden"])
+def test_a_network_is_proven_once_and_again_when_it_changes(
+    way: str, structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = changing()
+    lapis.laplace(model, data, "regression", structure=structure)
+    proofs: list[int] = []
+    unexplained = Record.unexplained
+    monkeypatch.setattr(Record, "unexplained", lambda *args: proofs.append(1) or unexplained(*args))
+    model.way = way
+    again = lapis.laplace(model, data, "regression", structure=structure)
+    assert len(proofs) == (way != "plain")
+    fresh, _ = changing()
+    fresh.way = way
+    expected = lapis.laplace(fresh, data, "regression", structure=structure)
+    assert len(proofs) == 1 + (way != "plain")
+    torch.testing.assert_close(again.log_evidence(), expected.log_evidence(), rtol=0, atol=0)
+    assert again.choices == expected.choices
+
+
+def test_what_is_known_of_a_network_does_not_excuse_it_from_checks() -> None:
+    model, data = changing()
+    lapis.laplace(model, data, "regression")
+    model.way = "batch"
+    with pytest.raises(ModelError, match="other examples in its batch"):
+        lapis.laplace(model, data, "regression")
+
+
+def test_a_forgotten_network_takes_its_plan_along() -> None:
+    model, data = changing()
+    lapis.laplace(model, data, "regression", structure="kronecker")
+    known = weakref.ref(plan._PLANS[model][tuple(dict(model.named_parameters()))])
+    assert known() is not None
+    del model
+    gc.collect()
+    assert known() is None
 
 
 def test_statistics_over_the_batch_are_refused() -> None:

@@ -117,7 +117,7 @@ def mixed(structure: str, groups: str) -> bool:
     return (structure == "dense" and groups != "one") or (structure == "kronecker" and groups == "parameter")
 
 
-@pytest.mark.parametrize("kept", [0, 2048], ids=["grid", "kept"])
+@pytest.mark.parametrize("kept", [0, 4096], ids=["grid", "kept"])
 @pytest.mark.parametrize(("structure", "groups", "likelihood", "temperature"), CASES)
 def test_closed_form_derivatives_are_those_of_autograd(
     structure: str, groups: str, likelihood: str, temperature: float, kept: int, monkeypatch: pytest.MonkeyPatch

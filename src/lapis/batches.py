@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lapis.errors import DataError, LikelihoodError
+from lapis.errors import DataError, LikelihoodError, ModelError
 
 Inputs: TypeAlias = Any
 """A tensor, a tuple of inputs, or a mapping from names to inputs."""
@@ -33,7 +33,7 @@ def naming(where: str) -> Iterator[None]:
     """Adds to an error about data or outputs which batch it is about."""
     try:
         yield
-    except (DataError, LikelihoodError) as error:
+    except (DataError, LikelihoodError, ModelError) as error:
         raise type(error)(f"In {where}: {error}") from error
 
 

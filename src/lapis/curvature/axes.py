@@ -43,8 +43,9 @@ def close(one: Tensor, two: Tensor) -> bool:
     tolerance = 1e-3 if one.dtype != torch.float64 else 1e-8
     if not one.numel():
         return True
-    error, *sizes = (float(tensor.detach().abs().max()) for tensor in (one - two, one, two))
-    return error <= tolerance * max(sizes) + torch.finfo(one.dtype).tiny
+    one, two = one.detach(), two.detach()
+    error, size = float((one - two).abs().max()), float(one.abs().max())
+    return error <= tolerance * size + torch.finfo(one.dtype).tiny
 
 
 def locate(large: Tensor, small: Tensor, many: int, few: int) -> list[BatchAxis]:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch, all_finite, digest, naming
+from lapis.batches import Batch, digest, naming
 from lapis.curvature.block import Block
 from lapis.curvature.dense import DenseBlock
 from lapis.curvature.hessian import add_hessian
+from lapis.curvature.outputs import check_width
 from lapis.curvature.record import Record
 from lapis.curvature.tape import Tape
-from lapis.errors import ModelError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.progress import track
@@ -95,7 +95,7 @@ def _add(
     with naming(batch.where):
         record = curvature.tape.record(batch.inputs)
         f = record.f.detach()
-        check_outputs(f, curvature.outputs, batch.where)
+        check_width(f, curvature.outputs)
         likelihood.check_outputs(f)
         targets = likelihood.targets(batch.targets, f, record.raw_shape)
     curvature.statistics = curvature.statistics + likelihood.statistics(f, targets).to(curvature.statistics.device)
@@ -174,21 +174,3 @@ def position_seeds(factor: Tensor, at_once: int) -> Iterator[Tensor]:
                 seeds = factor.new_zeros(len(chosen), batch, positions, outputs)
                 seeds[:, :, position] = chosen
                 yield seeds
-
-
-def check_outputs(f: Tensor, outputs: int, where: str) -> None:
-    """Refuse outputs that are not finite, or of another width than those of the fit."""
-    if not all_finite(f):
-        raise ModelError(
-            f"The network's outputs for {where} are not finite",
-            expected="finite outputs",
-            got=f"NaN or infinity, first for example {int((~torch.isfinite(f)).flatten(1).any(1).nonzero()[0])}",
-            do="check the inputs' scale and the weights",
-        )
-    if outputs and f.shape[-1] != outputs:
-        raise ModelError(
-            f"The network's outputs for {where} have another width",
-            expected=f"{outputs} outputs",
-            got=f"{f.shape[-1]}",
-            do="pass inputs of the shape that the posterior was fitted with",
-        )

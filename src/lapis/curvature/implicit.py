@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch, digest, joined, naming
-from lapis.curvature.fit import check_outputs
 from lapis.curvature.jacobian import Jacobian
+from lapis.curvature.outputs import check_outputs
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.priors import WeightPrior
@@ -95,7 +95,7 @@ class ImplicitCurvature:
         self.digest = 0
         for batch, f, shape in zip(batches, self.jacobian.outputs, self.jacobian.shapes, strict=True):
             with naming(batch.where):
-                check_outputs(f, self.outputs, batch.where)
+                check_outputs(f, self.outputs)
                 likelihood.check_outputs(f)
                 self.targets.append(likelihood.targets(batch.targets, f, shape))
             sums.append(likelihood.statistics(f, self.targets[-1]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Call:
     probe: Tensor
     """A tensor with the examples somewhere among its axes; where, is found by comparing two batch sizes."""
 
-    @property
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal for equal uses in different batches."""
         return (self.function, tuple((name, slot.rows) for name, slot in self.slots.items()))

@@ -32,10 +32,13 @@ class Record:
         f: Tensor,
         uses: list[tuple[Call, Use]],
         lost: set[str],
+        trace: Any = None,
     ) -> None:
         self.tape, self.inputs, self.raw_shape, self.f, self.uses = tape, inputs, raw_shape, f, uses
         self.lost = lost
         """Parameters with a use in this batch that no rule could read."""
+        self.trace = trace
+        """What a proof on this batch rests on; None where one batch does not speak for others."""
         self.calls = list({id(call): call for call, _ in uses}.values())
         self.keep_inputs = False
         """Whether what layers take in, such as patches of images, is kept for more seeds of the same batch."""

@@ -20,7 +20,7 @@ STEP = 1 / 16
 STENCIL = 12
 """Interpolation errs by about (STEP * STENCIL / (2 pi e))^STENCIL = 5e-17."""
 
-KEPT = 2048
+KEPT = 4096
 """Up to this many eigenvalues are kept as they are."""
 
 SMALLEST = 1e-100

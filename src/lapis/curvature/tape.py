@@ -12,6 +12,7 @@ from lapis.batches import Inputs, batch_length, map_tensors, take
 from lapis.curvature.axes import BatchAxis, close, locate
 from lapis.curvature.general import PerExample
 from lapis.curvature.layers import Call, Use
+from lapis.curvature.outputs import check_finite
 from lapis.curvature.pooling import QuickPooling
 from lapis.curvature.record import Record
 from lapis.curvature.recorder import MODULE_RULES, Recorder, listening
@@ -53,7 +54,11 @@ class Tape:
             uses += [(call, use) for use in found]
             read = {slot.rows for use in found for slot in (use.weight, use.bias) if slot is not None}
             lost |= {slot.name for slot in call.slots.values() if slot.rows not in read}
-        record = Record(self, inputs, raw.shape, f, uses, lost)
+        trace = None
+        if self.trusted and not recorder.picks:
+            shapes = [(call.probe.shape, call.output_shape) for call in recorder.calls]
+            trace = ([call.key for call in recorder.calls], axes, shapes, f.dtype, frozenset(lost))
+        record = Record(self, inputs, raw.shape, f, uses, lost, trace)
         if self.sites and (recorder.picks or not self.trusted):  # rules are proven for sites read from a file, too
             unexplained = record.unexplained(self.sites)
             record.lost |= unexplained
@@ -72,6 +77,7 @@ class Tape:
                 do="pass a batch (add a first axis to a single example) to a network that keeps it",
             )
         f = self.outputs(raw)
+        check_finite(f)
         if not f.requires_grad:
             raise ModelError(
                 "The output does not depend on the chosen weights",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch, Inputs, batch_length, take
-from lapis.curvature.fit import check_outputs
 from lapis.curvature.jacobian import Jacobian
+from lapis.curvature.outputs import check_outputs
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
@@ -120,7 +120,7 @@ class DrawnPosterior(Posterior):
             part = take(inputs, start, min(start + EXAMPLES_AT_ONCE, length))
             batch = Batch(part, torch.zeros(batch_length(part), device=self.network.device), 0)
             jacobian = Jacobian(self.network, self.likelihood.canonical, [batch], memory_budget=self.memory_budget)
-            check_outputs(jacobian.outputs[0], self.width, "this batch")
+            check_outputs(jacobian.outputs[0], self.width)
             means.append(jacobian.outputs[0])
             pushed.append(jacobian.forward(self.deviations)[0].double())
         mean, draws = torch.cat(means).to(self.network.dtype), torch.cat(pushed, 1)

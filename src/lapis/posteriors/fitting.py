@@ -12,8 +12,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from lapis.batches import Batch, Inputs, batches, describe, take
-from lapis.curvature.fit import Curvature, accumulate, check_outputs
+from lapis.batches import Batch, batches, describe, naming, take
+from lapis.curvature.fit import Curvature, accumulate
 from lapis.curvature.implicit import ImplicitCurvature
 from lapis.curvature.lowrank import RANK_FRACTION, LowRankBlock, leading_eigenpairs
 from lapis.curvature.plan import plan
@@ -146,11 +146,18 @@ def laplace(
     if first is None:
         raise DataError("There is no data", expected="at least one example", got="empty batches", do="check the loader")
     few = take(first.inputs, 0, min(len(first), PLANNING_EXAMPLES))
-    network = Network(model, weights, example=few)
+    network = probe if weights == "all" else Network(model, weights, example=few)
+    network.example = few
     chosen, note = resolve_structure(structure, network.size, memory_budget)
     _check_structure(chosen, structure, curvature, rank)
     weight_prior = chosen_prior.resolve(network)
-    outputs = _first_outputs(network, likelihood, few, first.index)
+    with network.prepared(), naming(f"batch {first.index}"):
+        if chosen == "implicit":
+            tape = Tape(network, likelihood.canonical)
+            outputs = tape.record(few).f  # proves that an example's output is its own
+        else:
+            tape, outputs = plan(network, likelihood.canonical, few)
+        likelihood.check_outputs(outputs)
     network.signature = describe(first.inputs)
     fit = _Fit(network, likelihood, chain([first], stream), total, weight_prior, temperature, memory_budget, progress)
     common: dict[str, Any] = {
@@ -166,11 +173,7 @@ def laplace(
         "memory_budget": memory_budget,
     }
     if chosen == "implicit":
-        with network.prepared():
-            Tape(network, likelihood.canonical).record(few)  # proves that an example's output is its own
         return ImplicitPosterior(curvature=fit.implicit(), **common)
-    with network.prepared():
-        tape = plan(network, likelihood.canonical, few)
     kind, choices = CURVATURES[curvature], [note]
     if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS and chosen not in MATRIX_FREE:
         kind = "sampled"
@@ -267,15 +270,6 @@ class _Fit:
                 stacklevel=4,
             )
         return found.note
-
-
-def _first_outputs(network: Network, likelihood: Likelihood, few: Inputs, index: int) -> Tensor:
-    """Canonical outputs of a few examples, after every check."""
-    with network.prepared(), torch.no_grad():
-        outputs = likelihood.canonical(network.call(few))
-    check_outputs(outputs, 0, f"batch {index}")
-    likelihood.check_outputs(outputs)
-    return outputs
 
 
 def _check_structure(chosen: Structure, asked: str, curvature: str, rank: int | None) -> None:

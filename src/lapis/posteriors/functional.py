@@ -11,8 +11,9 @@ from torch import Tensor
 from lapis.batches import Batch, Inputs, as_inputs, batch_length, check_finite, describe, take, tensors_in
 from lapis.curvature.block import BlockGaussian
 from lapis.curvature.contributions import Contribution
-from lapis.curvature.fit import WORK_BYTES, Curvature, check_outputs, examples_at_once, position_seeds
+from lapis.curvature.fit import WORK_BYTES, Curvature, examples_at_once, position_seeds
 from lapis.curvature.jacobian import Jacobian
+from lapis.curvature.outputs import check_outputs, check_width
 from lapis.curvature.pooling import QuickPooling
 from lapis.curvature.record import Record
 from lapis.errors import DataError, MemoryBudgetError
@@ -90,7 +91,7 @@ def _part(
     with network.prepared():
         record = curvature.tape.record(inputs)
         f = record.f.detach()
-        check_outputs(f, curvature.outputs, "this batch")
+        check_width(f, curvature.outputs)
         if kind == "joint":
             spread = _joint(record, curvature, gaussians, memory_budget)
         else:
@@ -113,7 +114,7 @@ def by_solves(
     single = [Batch(take(inputs, i, i + 1), nothing[i : i + 1], i) for i in range(length)]
     jacobian = Jacobian(network, canonical, single, memory_budget=memory_budget)
     for f in jacobian.outputs:
-        check_outputs(f, width, "this batch")
+        check_outputs(f, width)
     mean = torch.cat(jacobian.outputs).to(network.dtype)
     shape = torch.Size((length, *jacobian.shapes[0][1:]))
     _, positions, outputs = mean.shape
@@ -178,7 +179,7 @@ def sampled(
                 with QuickPooling():
                     raw = network.call(inputs, parameters) if ending is None else ending.call(parameters)
                 outputs.append(canonical(raw))
-                check_outputs(outputs[-1], width, "this batch")
+                check_outputs(outputs[-1], width)
     return torch.stack(outputs), raw.shape
 
 

@@ -1,0 +1,37 @@
+"""What a network's outputs (B, T, C) must be like, whoever ran it; callers add which batch it is about."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lapis.batches import all_finite
+from lapis.errors import ModelError
+
+
+def check_finite(f: Tensor) -> None:
+    """Refuse NaN and infinity."""
+    if not all_finite(f):
+        raise ModelError(
+            "The network's outputs are not finite",
+            expected="finite outputs",
+            got=f"NaN or infinity, first for example {int((~torch.isfinite(f)).flatten(1).any(1).nonzero()[0])}",
+            do="check the inputs' scale and the weights",
+        )
+
+
+def check_width(f: Tensor, outputs: int) -> None:
+    """Refuse another number of outputs than in the fit."""
+    if f.shape[-1] != outputs:
+        raise ModelError(
+            "The network's outputs have another width",
+            expected=f"{outputs} outputs",
+            got=f"{f.shape[-1]}",
+            do="pass inputs of the shape that the posterior was fitted with",
+        )
+
+
+def check_outputs(f: Tensor, outputs: int) -> None:
+    """Both, for outputs that did not come from a tape, which checks the first."""
+    check_finite(f)
+    check_width(f, outputs)
