@@ -384,6 +384,21 @@ def test_mode_that_was_not_reached_is_told() -> None:
     assert not found.tangent.converged
 
 
+def test_a_far_start_does_not_excuse_a_far_end() -> None:
+    """The tolerance is relative to the loss that is left, not to that of the start, here 10^12 times as large."""
+    x = torch.randn(60, 30) @ torch.diag(torch.linspace(0.01, 1.0, 30)) @ torch.randn(30, 30)
+    y = x.sum(1, keepdim=True) + 0.1 * torch.randn(60, 1)
+    model = nn.Linear(30, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(3e5)
+    posterior = lapis.laplace(model, (x, y), lapis.Gaussian(1.0), structure="diagonal", prior=0.01)
+    found = posterior.at_tangent_mode((x, y), tolerance=1e-7)
+    precision = x.T @ x + 0.01 * torch.eye(30)
+    error = found.mode - torch.linalg.solve(precision, x.T @ y)[:, 0]
+    assert found.tangent.converged
+    assert float(0.5 * error @ precision @ error) < 1e-3
+
+
 def test_other_data_than_those_of_the_fit_are_refused() -> None:
     x, y = sine()
     posterior = lapis.laplace(mlp(), (x, y), "regression")

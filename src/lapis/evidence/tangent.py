@@ -103,12 +103,12 @@ class TangentProblem:
         theta = self.centre if start is None else start.weights
         f = loss.outputs(theta)
         value = loss.value(f, theta)
-        nats = self.tolerance * max(1.0, abs(value))
         products, remaining, reason = 1, float("inf"), f"{max_iterations} Newton steps were not enough"
         iteration = 0
         for iteration in range(max_iterations + 1):
             gradient = loss.gradient(f, theta)
             remaining = 0.5 * float(gradient @ precondition(gradient))
+            nats = self.tolerance * max(1.0, abs(value))
             if remaining <= nats:
                 reason = f"at most {remaining:.1e} nats above the minimum"
                 break
