@@ -45,11 +45,15 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize(("bias", "groups"), [("joint", "one"), ("joint", "parameter"), ("separate", "layer")])
-@pytest.mark.parametrize("structure", ["kronecker", "diagonal", "dense"])
+@pytest.mark.parametrize(
+    ("structure", "rows"),
+    [("kronecker", 9), ("kronecker", 900), ("diagonal", 9), ("dense", 9)],
+    ids=["kronecker", "kronecker, formed at once", "diagonal", "dense"],
+)
 @pytest.mark.parametrize("name", list(NETWORKS))
-def test_drawn_networks_are_those_of_sample(name: str, structure: str, bias: str, groups: str) -> None:
+def test_drawn_networks_are_those_of_sample(name: str, structure: str, rows: int, bias: str, groups: str) -> None:
     build, shape = NETWORKS[name]
-    model, x = build().double(), torch.randn(9, *shape, dtype=F64)
+    model, x = build().double(), torch.randn(rows, *shape, dtype=F64)
     data = x[:6], torch.randn(6, 2, dtype=F64)
     prior = lapis.Prior(3.0, groups=groups)
     posterior = lapis.laplace(model, data, "regression", structure=structure, bias=bias, prior=prior)  # type: ignore[arg-type]
@@ -80,6 +84,20 @@ def test_wide_layers_are_not_formed_and_share_their_inputs(monkeypatch: pytest.M
     posterior = lapis.laplace(model, (x, torch.randn(9, 2, dtype=F64)), "regression", structure="kronecker")
     posterior.predict(x, method="sampled", samples=4)
     assert formed == [torch.Size((2, 30))] * 4
+
+
+def test_replaced_parameters_come_back_whatever_happens() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    network, x = Network(model), torch.randn(5, 3)
+    before = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    others = {name: torch.randn_like(p) for name, p in network.parameters.items()}
+    expected = torch.func.functional_call(model, others, (x,))
+    with network.replaced(others):
+        torch.testing.assert_close(model(x), expected)
+    with pytest.raises(RuntimeError), network.replaced(others):
+        model(x[:, :2])
+    assert [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)] == before
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 9, 8), (3, 7, 7), (1, 1, 4, 4)])

@@ -188,6 +188,24 @@ class Network:
         return output
 
     @contextmanager
+    def replaced(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+        """The module with other tensors in its parameters' places, wherever it holds them, for any number of calls."""
+        new = {id(self.parameters[name]): tensor for name, tensor in parameters.items()}
+        places: list[tuple[dict[str, Any], str, Tensor]] = [
+            (module._parameters, name, parameter)
+            for module in self.module.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in new
+        ]
+        try:
+            for held, name, parameter in places:
+                held[name] = new[id(parameter)]
+            yield
+        finally:
+            for held, name, parameter in places:
+                held[name] = parameter
+
+    @contextmanager
     def prepared(self) -> Iterator[None]:
         """Evaluation mode, gradients for the chosen weights only; everything is put back, whatever happens."""
         if torch.is_inference_mode_enabled():

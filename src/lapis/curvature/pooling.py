@@ -18,12 +18,16 @@ from torch.overrides import TorchFunctionMode
 class QuickPooling(TorchFunctionMode):
     """While it is entered, plain max pooling of images that no gradient is recorded of is done by shifted views."""
 
+    used = False
+    """Whether there was any."""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.max_pool2d:
             pooled = _pooled(*args, **(kwargs or {}))
             if pooled is not None:
+                self.used = True
                 return pooled
         return func(*args, **(kwargs or {}))
 

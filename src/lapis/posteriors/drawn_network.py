@@ -43,11 +43,12 @@ class DrawnNetwork:
         self.means = [[site.gather(mean, network) for site in block.sites] for block in blocks]
         self.flat = mean.clone()
         self.parameters = network.unflatten(self.flat)
+        rows = min((tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim()), default=0)
         given = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors_in(inputs))
         self.matrices: dict[int, Matrix] = {}
         for i, gaussian in enumerate(gaussians):
             if isinstance(gaussian, KroneckerGaussian) and _is_linear(gaussian.block.site, network):
-                self.matrices[i] = Matrix(gaussian, network.unflatten(mean), given)
+                self.matrices[i] = Matrix(gaussian, network.unflatten(mean), given, rows)
                 self.parameters |= self.matrices[i].held
 
     def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
@@ -72,9 +73,14 @@ def _is_linear(site: Site, network: Network) -> bool:
 
 
 class Matrix:
-    """A linear layer's weight, perhaps with its bias as a last column of inputs: the mean, and one draw at a time."""
+    """A linear layer's weight, perhaps with its bias as a last column of inputs: the mean, and one draw at a time.
 
-    def __init__(self, gaussian: KroneckerGaussian, means: Mapping[str, Tensor], given: frozenset[int]) -> None:
+    It will see about `rows` inputs; where forming it is less work for so many, whatever they are, it is formed at once.
+    """
+
+    def __init__(
+        self, gaussian: KroneckerGaussian, means: Mapping[str, Tensor], given: frozenset[int], rows: int
+    ) -> None:
         site = gaussian.block.site
         assert site.weight is not None
         self.weight = means[site.weight.name]
@@ -83,23 +89,32 @@ class Matrix:
         assert back is not None
         self.deviation, self.outputs, self.back = variance[0].sqrt(), outputs[0], back[0]
         self.given = given
-        self.held: dict[str, Tensor] = {slot.name: Drawn.of(self, slot is site.bias) for slot in site.slots}
+        self.mean = self.weight if self.bias is None else torch.cat([self.weight, self.bias[:, None]], 1)
+        height, width = self.mean.shape
+        self.forming = rows * height >= width * (height + width)
         self._noise = self.deviation
-        self._formed: Tensor | None = None
+        self._formed: Tensor | None = self.mean.clone() if self.forming else None
+        self.held: dict[str, Tensor] = {slot.name: self._part(slot is site.bias) for slot in site.slots}
         self._known: tuple[Any, Tensor, Tensor] | None = None
 
     def draw(self, noise: Tensor) -> None:
         """Put the next draw in the place of the last."""
         self._noise = noise.reshape(self.deviation.shape) * self.deviation
-        self._formed = None
+        if self.forming:
+            torch.addmm(self.mean, self.outputs @ self._noise, self.back.mT, out=self._formed)
+        else:
+            self._formed = None
+
+    def _part(self, is_bias: bool) -> Tensor:
+        """What stands for the drawn weight or bias: the formed one, or a tensor that does not need it."""
+        if self._formed is None:
+            return Drawn.of(self, is_bias)
+        return self._formed[:, -1] if is_bias else self._formed[:, : self.weight.shape[1]]
 
     def formed(self) -> Tensor:
         """The drawn matrix, bias as last column."""
         if self._formed is None:
-            draw = self.outputs @ self._noise @ self.back.mT
-            self._formed = draw.add_(
-                self.weight if self.bias is None else torch.cat([self.weight, self.bias[:, None]], 1)
-            )
+            self._formed = torch.addmm(self.mean, self.outputs @ self._noise, self.back.mT)
         return self._formed
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -5,7 +5,6 @@ With the last layer's weights alone, everything before that layer runs once for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +33,10 @@ class Ending:
         tensors = tensors_in(self.inputs)
         return not any(tensor.requires_grad for tensor in tensors) and self.written == _writes(self.inputs)
 
-    def call(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The network's output, with its parameters replaced by these."""
-        own = {name.removeprefix(f"{self.name}."): tensor for name, tensor in parameters.items()}
-        output: Tensor = torch.func.functional_call(self.module, own, *self.inputs)
+    def call(self) -> Tensor:
+        """The network's output, with its parameters as they are now."""
+        args, kwargs = self.inputs
+        output: Tensor = self.module(*args, **kwargs)
         return output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -170,14 +171,16 @@ def sampled(
 
     `draws` is told what all of them will be given: the inputs, or what reaches the layers that differ.
     """
-    outputs = []
+    outputs: list[Tensor] = []
+    pooling = QuickPooling()
     with network.prepared():
-        with QuickPooling():
+        with pooling:
             ending = find_ending(network, inputs)
         with torch.no_grad():
             for parameters in draws(inputs if ending is None else ending.inputs):
-                with QuickPooling():
-                    raw = network.call(inputs, parameters) if ending is None else ending.call(parameters)
+                listening = pooling if pooling.used or not outputs else nullcontext()
+                with network.replaced(parameters), listening:
+                    raw = network.call(inputs) if ending is None else ending.call()
                 outputs.append(canonical(raw))
                 check_outputs(outputs[-1], width)
     return torch.stack(outputs), raw.shape
