@@ -38,6 +38,8 @@ class Outer:
     bias: bool = False
     add_moment: Callable[[Tensor], None] | None = None
     """Does what `add_input_moment` does, without making the inputs."""
+    spared: int = 1
+    """How many times less memory that takes."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,6 +16,7 @@ from lapis.batches import Batch, digest, naming
 from lapis.curvature.block import Block
 from lapis.curvature.dense import DenseBlock
 from lapis.curvature.hessian import add_hessian
+from lapis.curvature.kronecker import KroneckerBlock
 from lapis.curvature.outputs import check_width
 from lapis.curvature.record import Record
 from lapis.curvature.tape import Tape
@@ -54,7 +55,16 @@ class Curvature:
 
     @property
     def forms_jacobian(self) -> bool:
-        return any(block.forms_jacobian for block in self.blocks if block.sites[0].kind != "rows")
+        return any(block.forms_jacobian for block in self._of_matrices)
+
+    @property
+    def sums_moments(self) -> bool:
+        """Whether sums need no more of what layers take in than its second moments, position by position."""
+        return all(isinstance(block, KroneckerBlock) and block.sharing == "expand" for block in self._of_matrices)
+
+    @property
+    def _of_matrices(self) -> list[Block]:
+        return [block for block in self.blocks if block.sites[0].kind != "rows"]
 
     def clone(self) -> Curvature:
         return Curvature(
@@ -78,7 +88,7 @@ def accumulate(
     work = min(WORK_BYTES, memory_budget)
     with network.prepared():
         for batch in track(stream, "curvature", total, progress):
-            for part in batch.split(examples_at_once(curvature, 1, work)):
+            for part in batch.split(examples_at_once(curvature, 1, work, summing=True)):
                 _add(curvature, network, likelihood, part, generator, work)
     for block in curvature.blocks:
         block.settle()
@@ -121,24 +131,26 @@ def _accumulate(curvature: Curvature, record: Record, seeds: Tensor, first: bool
         block.accumulate([contributions[place] for place in places], first=first)
 
 
-def _bytes(curvature: Curvature) -> tuple[int, int]:
+def _bytes(curvature: Curvature, summing: bool) -> tuple[int, int]:
     """Working memory for an example: independent of seeds, and for each seed."""
-    inputs, most, gradients = curvature.tape.example_bytes
+    sizes = curvature.tape.example_bytes
     rows = sum(block.size for block in curvature.blocks if block.takes_rows)
+    inputs = sizes.summed if summing and curvature.sums_moments else sizes.most
+    if curvature.forms_jacobian:
+        inputs = sizes.inputs
     # outputs of layers, before and after what follows them, are about as large as gradients
-    fixed = 2 * (inputs if curvature.forms_jacobian else most) + 2 * gradients
-    return fixed, gradients + rows * curvature.tape.network.dtype.itemsize
+    return 2 * (inputs + sizes.gradients), sizes.gradients + rows * curvature.tape.network.dtype.itemsize
 
 
-def examples_at_once(curvature: Curvature, seeds: int, work: int) -> int:
-    """How many examples fit in `work` bytes when that many seeds go together."""
-    fixed, each = _bytes(curvature)
+def examples_at_once(curvature: Curvature, seeds: int, work: int, *, summing: bool = False) -> int:
+    """How many examples fit in `work` bytes when that many seeds go together; `summing`: to add to the sums."""
+    fixed, each = _bytes(curvature, summing)
     return max(1, work // max(1, fixed + seeds * each))
 
 
 def seeds_at_once(curvature: Curvature, examples: int, work: int) -> int:
-    """How many seeds of a batch fit in `work` bytes."""
-    fixed, each = _bytes(curvature)
+    """How many seeds of a batch fit in `work` bytes, when they are added to the sums."""
+    fixed, each = _bytes(curvature, summing=True)
     return max(1, (work - examples * fixed) // max(1, examples * each))
 
 

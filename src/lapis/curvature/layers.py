@@ -52,6 +52,8 @@ class OuterUse:
     gradient: Callable[[Tensor], Tensor]
     add_moment: Callable[[Tensor], None] | None = None
     """Adds the sum of a a^T over the inputs, where there is a quicker way than to make them."""
+    spared: int = 1
+    """How many times less memory that takes."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,9 @@ def _convolution(call: Call, axis: BatchAxis, transposed: bool) -> list[Use]:
     def add_moment(total: Tensor) -> None:
         add_patch_moment(total, x, kernel, call.arguments, groups)
 
-    return [OuterUse(slot, bias, inputs, gradient, add_moment if overlapping else None)]
+    if not overlapping:
+        return [OuterUse(slot, bias, inputs, gradient)]
+    return [OuterUse(slot, bias, inputs, gradient, add_moment, kernel[0])]
 
 
 def convolution(call: Call, axis: BatchAxis) -> list[Use]:

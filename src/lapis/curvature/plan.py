@@ -21,7 +21,7 @@ from lapis.curvature.contributions import Outer, Rows
 from lapis.curvature.layers import LookupUse, OuterUse, Use
 from lapis.curvature.record import Record
 from lapis.curvature.sites import Site, Slot, whole
-from lapis.curvature.tape import Tape
+from lapis.curvature.tape import ExampleBytes, Tape
 from lapis.network import Network
 
 Key = tuple[tuple[str, int, int] | None, tuple[str, int, int] | None]
@@ -34,7 +34,7 @@ class Plan:
     trace: Any
     sites: list[Site]
     general: frozenset[str]
-    example_bytes: tuple[int, int, int]
+    example_bytes: ExampleBytes
     proven: set[torch.Size] = field(default_factory=set)
     """See `Tape.proven`."""
 
@@ -69,15 +69,15 @@ def _prove(network: Network, record: Record) -> Plan:
     return Plan(record.trace, ordered, frozenset(loose), _example_bytes(record, ordered))
 
 
-def _example_bytes(record: Record, sites: list[Site]) -> tuple[int, int, int]:
-    """Memory for one example: all layers' inputs, those of the layer with most, and gradients for one seed."""
-    inputs, gradients = [0], 0
+def _example_bytes(record: Record, sites: list[Site]) -> ExampleBytes:
+    inputs, summed, gradients = [0], [0], 0
     for contribution in record.contributions(torch.ones_like(record.f)[None], sites):
         if isinstance(contribution, Outer):
             inputs.append(contribution.inputs().numel())
+            summed.append(inputs[-1] // contribution.spared)
         gradients += contribution.values.numel() if isinstance(contribution, Rows) else contribution.g.numel()
-    size = record.f.element_size()
-    return sum(inputs) * size // len(record), max(inputs) * size // len(record), gradients * size // len(record)
+    counts = (sum(inputs), max(inputs), max(summed), gradients)
+    return ExampleBytes(*(count * record.f.element_size() // len(record) for count in counts))
 
 
 def _key(use: Use) -> Key:

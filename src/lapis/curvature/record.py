@@ -204,7 +204,9 @@ class Record:
             for add in moments:
                 add(total)
 
-        return Outer(inputs, g, site.bias is not None, add_moment if len(moments) == len(uses) else None)
+        if len(moments) < len(uses):
+            return Outer(inputs, g, site.bias is not None)
+        return Outer(inputs, g, site.bias is not None, add_moment, min(use.spared for use, _ in uses))
 
     @staticmethod
     def _lookup(uses: list[tuple[LookupUse, Tensor]]) -> Lookup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,19 @@ from lapis.errors import DataError, ModelError
 from lapis.network import Network
 
 
+class ExampleBytes(NamedTuple):
+    """Memory that one example takes."""
+
+    inputs: int
+    """What all layers take in."""
+    most: int
+    """What the layer with most takes in."""
+    summed: int
+    """The same, when only moments of it are asked for."""
+    gradients: int
+    """Gradients for each seed."""
+
+
 class Tape:
     """Records batches of one network. `outputs` turns the raw output into (B, T, C)."""
 
@@ -29,8 +42,7 @@ class Tape:
         self.outputs = outputs
         self.sites: list[Site] = []
         self.general: frozenset[str] = frozenset()
-        self.example_bytes = (0, 0, 0)
-        """Memory that one example takes: inputs of all layers, of the one with most, and gradients for each seed."""
+        self.example_bytes = ExampleBytes(0, 0, 0, 0)
         self._axes: dict[Any, list[BatchAxis | None]] = {}
         self._folds: dict[Any, BatchAxis] = {}
         self._sure: dict[Any, list[tuple[BatchAxis, torch.Size]]] = {}

@@ -16,7 +16,7 @@ from lapis.curvature.implicit import ImplicitCurvature
 from lapis.curvature.kronecker import KroneckerBlock
 from lapis.curvature.sites import Site
 from lapis.curvature.structure import build_blocks
-from lapis.curvature.tape import Tape
+from lapis.curvature.tape import ExampleBytes, Tape
 from lapis.errors import FileError
 from lapis.evidence import TangentMode, Training, Tuning
 from lapis.likelihoods import Likelihood, from_config
@@ -149,7 +149,7 @@ def _sums(config: dict[str, Any], tensors: dict[str, Tensor], network: Network, 
     tape = Tape(network, likelihood.canonical)
     tape.sites = [Site.from_config(entry) for entry in config["sites"]]
     tape.general = frozenset(config["general"])
-    tape.example_bytes = tuple(config["example_bytes"])
+    tape.example_bytes = ExampleBytes(*config["example_bytes"])
     # files without an entry for the bias list a bias of its own as a site of its own
     bias = config.get("bias", "joint")
     blocks = build_blocks(config["structure"], tape.sites, config["sharing"], bias, config["memory_budget"])
