@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,8 +35,6 @@ class Plan:
     sites: list[Site]
     general: frozenset[str]
     example_bytes: ExampleBytes
-    proven: set[torch.Size] = field(default_factory=set)
-    """See `Tape.proven`."""
 
 
 _PLANS: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], Plan]] = WeakKeyDictionary()
@@ -52,7 +50,6 @@ def plan(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs) 
     if known is None or record.trace is None or known.trace != record.trace:
         known = plans[network.names] = _prove(network, record)
     tape.general, tape.sites, tape.example_bytes = known.general, known.sites, known.example_bytes
-    tape.proven = known.proven
     return tape, record.f.detach()
 
 
