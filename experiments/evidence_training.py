@@ -338,8 +338,8 @@ def main() -> None:
             draw(next(panels), case, cells, decay, results)
     for axis in panels:  # left over
         axis.axis("off")
-    for axis in axes[-1]:
-        axis.set_xlabel("weight decay")
+    for column in axes.T:
+        [axis for axis in column if axis.axison][-1].set_xlabel("weight decay")
     for axis in axes[:, 0]:
         axis.set_ylabel("test log likelihood")
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
