@@ -112,7 +112,8 @@ class Pass:
     def _dual(self, vector: Tensor, tracked: bool) -> Tensor:
         """J v in one forward pass; a tracked one leaves f's graph behind."""
         with forward_ad.dual_level(), torch.set_grad_enabled(tracked):
-            tangents = self.network.unflatten(vector)
+            # a storage for each tangent, in the same memory: of slices torch makes copies
+            tangents = {name: torch.from_dlpack(part.detach()) for name, part in self.network.unflatten(vector).items()}
             duals = {
                 name: make_dual(p if tracked else p.detach(), tangents[name])
                 for name, p in self.network.parameters.items()
