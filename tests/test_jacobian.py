@@ -11,7 +11,7 @@ from torch import Tensor
 from cases import CASES, F64
 from lapis.batches import Batch, batches
 from lapis.curvature.jacobian import LARGE_PARTS, Jacobian
-from lapis.curvature.ways import FOR_ONE, FOR_SEVERAL, UNABLE, Pass, differentiable, proven
+from lapis.curvature.ways import FOR_ONE, FOR_SEVERAL, UNABLE, Pass, differentiable, proven, unpack_dual
 from lapis.errors import DataError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
@@ -147,6 +147,47 @@ def test_chosen_weights_are_the_columns() -> None:
     padded = torch.cat([v.new_zeros(2, whole.size - part.size), v], 1)
     for one, two in zip(part.forward(v), whole.forward(padded), strict=True):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+@pytest.mark.parametrize("way", ["one_pass", "forward"])
+def test_dual_numbers_where_only_weights_or_biases_are_chosen(kind: str, way: str) -> None:
+    for name in ("mlp_gaussian", "conv2d_strided_padded"):
+        model, x, y, spec = case_data(name)
+        canonical, names = spec.build().canonical, list(dict(model.named_parameters()))
+        chosen = [n for n in names if n.endswith(kind)]
+        part = Jacobian(Network(model, chosen), canonical, held(x, y), way=way)
+        columns = torch.cat([torch.full((p.numel(),), n in chosen) for n, p in model.named_parameters()])
+        v = torch.randn(1, part.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+        exact = v @ torch.cat(case_jacobians(name))[:, columns].detach().T
+        torch.testing.assert_close(torch.cat([u.flatten(1) for u in part.forward(v)], 1), exact)
+
+
+def test_dual_numbers_copy_no_vector_and_leave_no_tangents() -> None:
+    """Tangents of weights lie in the vector's memory, and the graph holds as many tensors as a plain run's."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).double()
+    network, x = Network(model), torch.randn(5, 3, dtype=F64)
+    vector = torch.randn(1, network.size, dtype=F64)
+    starts: list[int] = []
+    saved: list[Tensor] = []
+
+    def start(layer: torch.nn.Module, _: Any) -> None:
+        starts.append(unpack_dual(layer.weight).tangent.data_ptr())
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(x)
+        plain = len(saved)
+        for layer in (model[0], model[2]):
+            layer.register_forward_pre_hook(start)
+        pushed = Pass(network, lambda f: f[:, None], x).push(vector, "one_pass", tracked=True)
+    assert starts == [vector.data_ptr() + 8 * network.offsets[name] for name in ("0.weight", "2.weight")]
+    assert not pushed.requires_grad
+    held_by_plain, held_by_dual = ({t.data_ptr() for t in part} for part in (saved[:plain], saved[plain:]))
+    assert len(held_by_dual) == len(held_by_plain) > 0
 
 
 def test_a_wrong_batching_rule_is_found_out() -> None:

@@ -16,12 +16,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils.dlpack import from_dlpack
 
 from lapis.batches import Inputs
 from lapis.curvature.fit import position_seeds
@@ -61,6 +65,37 @@ def differentiable() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+class LeanDuals(TorchFunctionMode):
+    """Linear layers and convolutions of dual numbers in little memory.
+
+    Torch itself would make a graph of the tangents, keep those of inputs with the outputs' graph, and write out zeros,
+    to multiply with them, for inputs that have none.
+    """
+
+    BILINEAR = frozenset({F.linear, F.conv1d, F.conv2d, F.conv3d})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = partial(self._bilinear, func) if func in self.BILINEAR else func
+        return call(*args, **(kwargs or {}))
+
+    def _bilinear(
+        self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *more: Any, **options: Any
+    ) -> Tensor:
+        x, dx = unpack_dual(input)
+        w, dw = unpack_dual(weight)
+        b, db = (None, None) if bias is None else unpack_dual(bias)
+        if dw is None:
+            plain: Tensor = func(input, weight, bias, *more, **options)
+            return plain
+        output = func(x, w, b, *more, **options)
+        with torch.no_grad():
+            tangent = func(x, dw, db, *more, **options)
+            if dx is not None:
+                tangent += func(dx, w, None, *more, **options)
+        dual: Tensor = make_dual(output, tangent)
+        return dual
+
+
 class Pass:
     """Some examples: J v and J^T u for them, sharing one run of the network with a graph."""
 
@@ -88,17 +123,19 @@ class Pass:
 
     def pull(self, seeds: Tensor, way: str) -> Tensor:
         """J^T u for `seeds` (k, B, T, C) in the network's dtype: (k, P)."""
-        return self.pull_into(seeds.new_zeros(len(seeds), self.network.size), seeds, way)
+        return self.pull_into(seeds.new_zeros(len(seeds), self.network.size), seeds, way, keep=True)
 
-    def pull_into(self, total: Tensor, seeds: Tensor, way: str) -> Tensor:
-        """`total` (k, P) plus J^T u, in place and parameter by parameter: no flat copy is made."""
+    def pull_into(self, total: Tensor, seeds: Tensor, way: str, *, keep: bool = False) -> Tensor:
+        """`total` (k, P) plus J^T u, in place and parameter by parameter: no flat copy is made. The graph goes with its
+        last use, unless it is to be kept.
+        """
         parameters = list(self.network.parameters.values())
         if way in BATCHED_BACKWARD:
-            found = torch.autograd.grad(self.f, parameters, seeds, True, allow_unused=True, is_grads_batched=True)
+            found = torch.autograd.grad(self.f, parameters, seeds, keep, allow_unused=True, is_grads_batched=True)
             self._add(total, found)
             return total
-        for row, seed in zip(total, seeds, strict=True):
-            self._add(row, torch.autograd.grad(self.f, parameters, seed, retain_graph=True, allow_unused=True))
+        for i, (row, seed) in enumerate(zip(total, seeds, strict=True), 1):
+            self._add(row, torch.autograd.grad(self.f, parameters, seed, keep or i < len(seeds), allow_unused=True))
         return total
 
     def _add(self, total: Tensor, gradients: Sequence[Tensor | None]) -> None:
@@ -111,9 +148,9 @@ class Pass:
 
     def _dual(self, vector: Tensor, tracked: bool) -> Tensor:
         """J v in one forward pass; a tracked one leaves f's graph behind."""
-        with forward_ad.dual_level(), torch.set_grad_enabled(tracked):
+        with forward_ad.dual_level(), torch.set_grad_enabled(tracked), LeanDuals():
             # a storage for each tangent, in the same memory: of slices torch makes copies
-            tangents = {name: torch.from_dlpack(part.detach()) for name, part in self.network.unflatten(vector).items()}
+            tangents = {name: from_dlpack(part.detach()) for name, part in self.network.unflatten(vector).items()}
             duals = {
                 name: make_dual(p if tracked else p.detach(), tangents[name])
                 for name, p in self.network.parameters.items()
