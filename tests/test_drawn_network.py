@@ -1,4 +1,6 @@
-"""Drawn networks that never form their weights give the outputs of `sample`'s draws; quick pooling gives torch's."""
+"""Drawn networks that never form their weights, and many that run as one, give the outputs of `sample`'s draws; quick
+pooling gives torch's.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lapis
+from cases import CASES
+from lapis.batches import as_inputs
 from lapis.curvature.pooling import QuickPooling
+from lapis.errors import ModelError
 from lapis.network import Network
+from lapis.posteriors import sampled
 from lapis.posteriors.drawn_network import Matrix
 from lapis.posteriors.ending import find_ending
+from reference import case_data
+from untouched import untouched
 
 F64 = torch.float64
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small networks are run like large ones."""
+    monkeypatch.setattr(sampled, "SMALL_NETWORK", 0)
 
 
 class OtherUses(nn.Module):
@@ -51,7 +65,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ids=["kronecker", "kronecker, formed at once", "diagonal", "dense"],
 )
 @pytest.mark.parametrize("name", list(NETWORKS))
-def test_drawn_networks_are_those_of_sample(name: str, structure: str, rows: int, bias: str, groups: str) -> None:
+def test_drawn_networks_are_those_of_sample(
+    name: str, structure: str, rows: int, bias: str, groups: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build, shape = NETWORKS[name]
     model, x = build().double(), torch.randn(rows, *shape, dtype=F64)
     data = x[:6], torch.randn(6, 2, dtype=F64)
@@ -61,16 +77,90 @@ def test_drawn_networks_are_those_of_sample(name: str, structure: str, rows: int
         precision = torch.linspace(1.0, 4.0, len(posterior.weight_prior.precision), dtype=F64)
         posterior = posterior.with_prior(lapis.Prior(precision, groups=groups))
     before = x.clone()
-    found = posterior.predict(x, method="sampled", samples=3, generator=torch.Generator().manual_seed(5))
     draws = posterior.sample(3, generator=torch.Generator().manual_seed(5))
     outputs = torch.stack(
         [torch.func.functional_call(model, draw, (x,)).detach() for draw in lapis.unflatten(draws, posterior)]
     )
-    torch.testing.assert_close(found.mean, outputs.mean(0), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(found.epistemic_variance, outputs.var(0, unbiased=False), rtol=1e-9, atol=1e-10)
-    assert torch.equal(x, before)
+    for small in (2**16, 0):
+        monkeypatch.setattr(sampled, "SMALL_NETWORK", small)
+        found = posterior.predict(x, method="sampled", samples=3, generator=torch.Generator().manual_seed(5))
+        torch.testing.assert_close(found.mean, outputs.mean(0), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found.epistemic_variance, outputs.var(0, unbiased=False), rtol=1e-9, atol=1e-10)
+        assert torch.equal(x, before)
 
 
+NOT_TOGETHER = {"lstm", "gru_every_step", "rnn_bidirectional", "routed_experts"}
+"""Networks that torch cannot run with many weights at once."""
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("name", list(CASES))
+def test_networks_that_run_together_do_what_each_does_alone(name: str) -> None:
+    model, inputs, _, spec = case_data(name)
+    network, canonical = Network(model), spec.build().canonical
+    x = as_inputs(inputs, network.dtype, network.device)
+    noise = torch.randn(3, network.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+    weights = network.flat() + 0.1 * noise
+    with network.prepared(), torch.no_grad():
+        alone = torch.stack([canonical(network.call(x, network.unflatten(w))) for w in weights])
+    with untouched(model):
+        found = sampled._together(network, canonical, weights, x)
+        if name in NOT_TOGETHER:
+            assert found is None
+        else:
+            assert found is not None
+            torch.testing.assert_close(found[0], alone, rtol=1e-10, atol=1e-10)
+        values, shape = sampled.together(network, canonical, alone.shape[-1], weights, x)
+    torch.testing.assert_close(values, alone, rtol=1e-10, atol=1e-10)
+    assert shape[0] == alone.shape[1]
+
+
+def test_many_networks_are_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    network, x = Network(model), torch.randn(5, 3, dtype=F64)
+    weights, rows, vmap = torch.randn(7, network.size, dtype=F64), list[int](), torch.func.vmap
+    expected = torch.stack([torch.func.functional_call(model, network.unflatten(w), (x,)) for w in weights])
+
+    def counted(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda some: (rows.append(len(some)), vmap(function)(some))[1]
+
+    monkeypatch.setattr(torch.func, "vmap", counted)
+    monkeypatch.setattr(sampled, "SMALL_RUN", 3 * 5 * 4 * 8)  # the hidden layer of three networks
+    values, _ = sampled.together(network, lambda f: f[:, None], 2, weights, x)
+    torch.testing.assert_close(values[:, :, 0], expected.detach())
+    assert rows == [3, 2, 2]
+
+
+def test_a_wrong_batching_rule_runs_networks_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    network, x = Network(model), torch.randn(5, 3, dtype=F64)
+    weights = torch.randn(4, network.size, dtype=F64)
+    expected = torch.stack([torch.func.functional_call(model, network.unflatten(w), (x,)) for w in weights])
+    monkeypatch.setattr(torch.func, "vmap", lambda f: lambda some: f(some[0]).expand(len(some), -1, -1, -1))
+    values, _ = sampled.together(network, lambda f: f[:, None], 2, weights, x)
+    torch.testing.assert_close(values[:, :, 0], expected.detach())
+
+
+def test_what_is_run_together() -> None:
+    small = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    assert sampled.are_small(Network(small), 20)
+    assert not sampled.are_small(Network(small), 1)
+    assert not sampled.are_small(Network(small), 10**6)
+    assert not sampled.are_small(Network(nn.Linear(300, 300)), 20)
+    assert not sampled.are_small(Network(nn.Sequential(nn.Conv1d(1, 2, 3))), 20)
+    small[0].register_forward_hook(lambda *_: None)
+    assert not sampled.are_small(Network(small), 20)
+
+
+def test_an_infinite_output_of_one_of_many_is_named() -> None:
+    network, x = Network(nn.Linear(2, 1).double()), torch.ones(3, 2, dtype=F64)
+    weights = torch.ones(4, network.size, dtype=F64)
+    weights[2] = torch.inf
+    with pytest.raises(ModelError, match="not finite"):
+        sampled.together(network, lambda f: f[:, None], 1, weights, x)
+
+
+@pytest.mark.usefixtures("one_by_one")
 def test_wide_layers_are_not_formed_and_share_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     formed: list[torch.Size] = []
     original = Matrix.formed
@@ -146,6 +236,7 @@ WHOLE = 5
 """Runs of the network for four draws where nothing can be left out: one more, to find that out."""
 
 
+@pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("structure", ["kronecker", "dense"])
 @pytest.mark.parametrize(
     ("use", "weights", "name", "runs"),

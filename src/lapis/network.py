@@ -187,6 +187,21 @@ class Network:
             )
         return output
 
+    def traced(self, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None) -> tuple[Tensor, list[int]]:
+        """The output with its graph, and the bytes of each tensor that the graph holds beside the weights."""
+        weights = [*self.module.parameters(), *(parameters or {}).values()]
+        own = {weight.untyped_storage().data_ptr() for weight in weights}
+        held: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in own:
+                held[tensor.data_ptr()] = tensor.nbytes  # not the storage's: an example is a view of its batch
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = self.call(inputs, parameters)
+        return output, list(held.values())
+
     @contextmanager
     def replaced(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
         """The module with other tensors in its parameters' places, wherever it holds them, for any number of calls."""

@@ -259,18 +259,8 @@ class Jacobian:
 
     def _measure_bytes(self) -> tuple[int, int]:
         """What one example's graph holds beside the weights: in all, and its largest tensor."""
-        own = {p.untyped_storage().data_ptr() for p in self.network.module.parameters()}
-        found: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in own:
-                found[tensor.data_ptr()] = tensor.nbytes  # not the storage's: an example is a view of its batch
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            f = self.canonical(self.network.call(take(self.batches[0].inputs, 0, 1)))
-        largest = max(found.values(), default=f.nbytes)
-        return sum(found.values()) + f.nbytes, largest
+        output, held = self.network.traced(take(self.batches[0].inputs, 0, 1))
+        return sum(held) + output.nbytes, max(held, default=output.nbytes)
 
     def _multiply(self, batch: Batch, block: Tensor, product: Callable[[Pass, Tensor, str], Tensor]) -> Tensor:
         """One product for some examples, by the chosen way or the next that these examples allow."""

@@ -18,7 +18,7 @@ from lapis.errors import DataError, ModelError, OptionError
 from lapis.evidence import TangentMode, Tuning
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.posteriors import functional
+from lapis.posteriors import functional, sampled
 from lapis.predictions import LatentGaussian, LatentSamples, Prediction
 from lapis.predictions import predict as predict_outputs
 from lapis.priors import Prior, WeightPrior, as_prior
@@ -148,8 +148,11 @@ class Posterior(ABC):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise OptionError("No networks to draw", expected="samples >= 1", got=repr(count), do="ask for some draws")
         source = generator or torch.Generator(self.network.device).manual_seed(0)
-        draws = partial(self._draws, count, source)
-        values, shape = functional.sampled(self.network, self.likelihood.canonical, self.n_outputs, draws, inputs)
+        network = (self.network, self.likelihood.canonical, self.n_outputs)
+        if sampled.are_small(self.network, count):
+            values, shape = sampled.together(*network, self.sample(count, generator=source), inputs)
+        else:
+            values, shape = sampled.one_by_one(*network, partial(self._draws, count, source), inputs)
         return predict_outputs(self.likelihood, LatentSamples(values), raw_shape=shape, link=link)
 
     def _networks(self) -> int:

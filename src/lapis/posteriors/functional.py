@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -15,11 +14,9 @@ from lapis.curvature.contributions import Contribution
 from lapis.curvature.fit import WORK_BYTES, Curvature, examples_at_once, position_seeds
 from lapis.curvature.jacobian import Jacobian
 from lapis.curvature.outputs import check_outputs, check_width
-from lapis.curvature.pooling import QuickPooling
 from lapis.curvature.record import Record
 from lapis.errors import DataError, MemoryBudgetError
 from lapis.network import Network
-from lapis.posteriors.ending import find_ending
 from lapis.predictions import LatentGaussian
 
 Kind = Literal["diagonal", "full", "joint"]
@@ -158,32 +155,6 @@ def check_joint(mean: Tensor, memory_budget: int, more: int = 0) -> None:
             got=f"{needed:,} bytes for {total:,} outputs",
             do="predict fewer examples at once, or without joint=True",
         )
-
-
-def sampled(
-    network: Network,
-    canonical: Callable[[Tensor], Tensor],
-    width: int,
-    draws: Callable[[Inputs], Iterable[Mapping[str, Tensor]]],
-    inputs: Inputs,
-) -> tuple[Tensor, torch.Size]:
-    """Outputs (S, B, T, C) of networks with the given parameters, one by one, and the raw output's shape.
-
-    `draws` is told what all of them will be given: the inputs, or what reaches the layers that differ.
-    """
-    outputs: list[Tensor] = []
-    pooling = QuickPooling()
-    with network.prepared():
-        with pooling:
-            ending = find_ending(network, inputs)
-        with torch.no_grad():
-            for parameters in draws(inputs if ending is None else ending.inputs):
-                listening = pooling if pooling.used or not outputs else nullcontext()
-                with network.replaced(parameters), listening:
-                    raw = network.call(inputs) if ending is None else ending.call()
-                outputs.append(canonical(raw))
-                check_outputs(outputs[-1], width)
-    return torch.stack(outputs), raw.shape
 
 
 def _unit_factor(f: Tensor) -> Tensor:
