@@ -25,14 +25,14 @@ class QuickPooling(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.max_pool2d:
-            pooled = _pooled(*args, **(kwargs or {}))
+            pooled = quickly_pooled(*args, **(kwargs or {}))
             if pooled is not None:
                 self.used = True
                 return pooled
         return func(*args, **(kwargs or {}))
 
 
-def _pooled(
+def quickly_pooled(
     input: Tensor,
     kernel_size: Any,
     stride: Any = None,

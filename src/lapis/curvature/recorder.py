@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lapis.batches import map_tensors
 from lapis.curvature.axes import BatchAxis
 from lapis.curvature.layers import Call, RowsUse, Use
+from lapis.curvature.pooling import quickly_pooled
 from lapis.curvature.rules import RULES, bind
 from lapis.curvature.sites import Slot, whole
 from lapis.errors import ModelError
@@ -79,6 +80,8 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in RULES:
             return self._observe(func, args, kwargs)
+        if func is F.max_pool2d and (pooled := quickly_pooled(*args, **kwargs)) is not None:
+            return pooled
         if func is F.multi_head_attention_forward:
             with self._listening_to_linear():
                 return func(*args, **kwargs)

@@ -13,7 +13,6 @@ from lapis.curvature.axes import BatchAxis, close, locate
 from lapis.curvature.general import PerExample
 from lapis.curvature.layers import Call, Use
 from lapis.curvature.outputs import check_finite
-from lapis.curvature.pooling import QuickPooling
 from lapis.curvature.record import Record
 from lapis.curvature.recorder import MODULE_RULES, Recorder, listening
 from lapis.curvature.sites import Site
@@ -78,7 +77,7 @@ class Tape:
         return record
 
     def _forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Recorder]:
-        with listening(self.network, self.general, self.rules) as recorder, QuickPooling():  # the quicker one first
+        with listening(self.network, self.general, self.rules) as recorder:
             raw = self.network.call(inputs)
         length = batch_length(inputs)
         if raw.dim() == 0 or raw.shape[0] != length:
