@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from lapis.batches import Inputs
+from lapis.batches import Inputs, batch_length, take
 from lapis.curvature.contributions import Outer, Rows
 from lapis.curvature.layers import LookupUse, OuterUse, Use
 from lapis.curvature.record import Record
@@ -25,6 +25,13 @@ from lapis.curvature.tape import ExampleBytes, Tape
 from lapis.network import Network
 
 Key = tuple[tuple[str, int, int] | None, tuple[str, int, int] | None]
+
+
+PLANNING_EXAMPLES = 8
+"""Examples on which a network's layers are identified and the tape is proven against autograd."""
+
+SMALL_BATCH = 2**20
+"""Bytes of all that one batch takes in and sends back, up to which it is small."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +49,20 @@ _PLANS: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], Plan]] = WeakKeyDicti
 
 
 def plan(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs) -> tuple[Tape, Tensor]:
-    """A tape that knows its sites, and the outputs of a few examples. Must run inside `network.prepared()`."""
-    tape = Tape(network, outputs)
-    record = tape.record(inputs)
+    """A tape that knows its sites, and the outputs of some examples. Must run inside `network.prepared()`.
+
+    A network that is known, and small, is run for all examples, and the record is kept for the pass that follows.
+    """
     plans = _PLANS.setdefault(network.module, {})
     known = plans.get(network.names)
+    count = batch_length(inputs)
+    whole_batch = known is not None and count * sum(known.example_bytes) <= SMALL_BATCH
+    tape = Tape(network, outputs)
+    record = tape.record(inputs if whole_batch else take(inputs, 0, min(count, PLANNING_EXAMPLES)))
     if known is None or record.trace is None or known.trace != record.trace:
         known = plans[network.names] = _prove(network, record)
+    elif whole_batch and not known.general:
+        tape.ahead = record
     tape.general, tape.sites, tape.example_bytes = known.general, known.sites, known.example_bytes
     return tape, record.f.detach()
 

@@ -49,6 +49,8 @@ class Tape:
         self.batchable = True
         self.proven: set[torch.Size] = set()
         """Numbers of seeds and examples for which sending all seeds back at once was checked."""
+        self.ahead: Record | None = None
+        """The record of a batch that was run before its turn."""
         self.per_example = PerExample(network, outputs)
         self.rules = dict(MODULE_RULES)
         """Rules of the user's own, as they are now: those registered later have no proof for this network."""
@@ -56,6 +58,9 @@ class Tape:
 
     def record(self, inputs: Inputs) -> Record:
         """Run the network forward; must be called, and the record used, inside `network.prepared()`."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and ahead.inputs is inputs:
+            return ahead
         raw, f, recorder = self._forward(inputs)
         axes = self._find_axes(inputs, f, recorder)
         uses: list[tuple[Call, Use]] = []
@@ -67,7 +72,11 @@ class Tape:
             lost |= {slot.name for slot in call.slots.values() if slot.rows not in read}
         trace = None
         if self.trusted and not recorder.picks:
-            shapes = [(call.probe.shape, call.output_shape) for call in recorder.calls]
+            length = batch_length(inputs)
+            shapes = [
+                (_alone(call.probe.shape, axis, length), _alone(call.output_shape, axis, length))
+                for call, axis in zip(recorder.calls, axes, strict=True)
+            ]
             trace = ([call.key for call in recorder.calls], axes, shapes, f.dtype, frozenset(lost))
         record = Record(self, inputs, raw.shape, f, uses, lost, trace)
         if self.sites and (recorder.picks or not self.trusted):  # rules are proven for sites read from a file, too
@@ -161,6 +170,13 @@ class Tape:
                 got="another output for the same example in a smaller batch",
                 do="use running statistics in batch norm (track_running_stats=True), and no statistics over the batch",
             )
+
+
+def _alone(shape: torch.Size, axis: BatchAxis | None, length: int) -> tuple[int, ...]:
+    """The shape that one of `length` examples would have; as it is where they lie elsewhere."""
+    if axis is None or len(shape) <= axis.dim or shape[axis.dim] != length * axis.before * axis.after:
+        return shape
+    return (*shape[: axis.dim], axis.before * axis.after, *shape[axis.dim + 1 :])
 
 
 def _without(shape: torch.Size, dim: int) -> torch.Size:

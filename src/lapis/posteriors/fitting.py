@@ -16,7 +16,7 @@ from lapis.batches import Batch, batches, describe, naming, take
 from lapis.curvature.fit import Curvature, accumulate
 from lapis.curvature.implicit import ImplicitCurvature
 from lapis.curvature.lowrank import RANK_FRACTION, LowRankBlock, leading_eigenpairs
-from lapis.curvature.plan import plan
+from lapis.curvature.plan import PLANNING_EXAMPLES, plan
 from lapis.curvature.structure import Structure, build_blocks, resolve_structure, to_device
 from lapis.curvature.tape import Tape
 from lapis.errors import DataError, LapisWarning, OptionError
@@ -33,9 +33,6 @@ log = logging.getLogger("lapis")
 
 MANY_OUTPUTS = 256
 """Above this many outputs an example (positions included) curvature="ggn" samples the Fisher information instead."""
-
-PLANNING_EXAMPLES = 8
-"""Examples on which the network's layers are identified and the tape is proven against autograd."""
 
 CURVATURES = {
     "ggn": "ggn",
@@ -156,7 +153,7 @@ def laplace(
             tape = Tape(network, likelihood.canonical)
             outputs = tape.record(few).f  # proves that an example's output is its own
         else:
-            tape, outputs = plan(network, likelihood.canonical, few)
+            tape, outputs = plan(network, likelihood.canonical, first.inputs)
         likelihood.check_outputs(outputs)
     network.signature = describe(first.inputs)
     fit = _Fit(network, likelihood, chain([first], stream), total, weight_prior, temperature, memory_budget, progress)
