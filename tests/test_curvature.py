@@ -508,6 +508,24 @@ def test_a_network_is_proven_once_and_again_when_it_changes(
     assert again.choices == expected.choices
 
 
+@every_structure
+def test_a_known_small_network_runs_once_less(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning runs it for the first batch, if that is small, and the pass goes on from there, to the same sums."""
+    model, (x, y) = changing()
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    data = [(x, y), (x[:-1], y[:-1])]
+    runs, evidences = [], []
+    for small in (2**20, 2**20, 0):
+        monkeypatch.setattr(plan, "SMALL_BATCH", small)
+        evidences.append(lapis.laplace(model, data, "regression", structure=structure).log_evidence())
+        runs.append(list(sizes))
+        sizes.clear()
+    few = min(len(x), plan.PLANNING_EXAMPLES)
+    assert runs == [[few, 2, len(x), len(x) - 1], [len(x), 2, len(x) - 1], [few, 2, len(x), len(x) - 1]]
+    assert evidences[0] == evidences[1] == evidences[2]
+
+
 def test_what_is_known_of_a_network_does_not_excuse_it_from_checks() -> None:
     model, data = changing()
     lapis.laplace(model, data, "regression")

@@ -235,13 +235,15 @@ class Network:
         flags = [(p, name in chosen, p.requires_grad) for name, p in self.module.named_parameters()]
         with evaluating(self.module):
             try:
-                for parameter, wanted, _ in flags:
-                    parameter.requires_grad_(wanted)
+                for parameter, wanted, before in flags:
+                    if wanted != before:
+                        parameter.requires_grad_(wanted)
                 with torch.enable_grad():
                     yield
             finally:
                 for parameter, _, before in flags:
-                    parameter.requires_grad_(before)
+                    if parameter.requires_grad != before:
+                        parameter.requires_grad_(before)
 
     # checks ----------------------------------------------------------------------------------------
 
@@ -302,11 +304,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         for parameter in submodule.parameters(recurse=False)
     ]
     try:
-        module.eval()
+        if any(training for _, training in modes):
+            module.eval()
         yield
     finally:
         for submodule, training in modes:
-            submodule.training = training
+            if submodule.training != training:
+                submodule.training = training
         with torch.no_grad():
             for submodule, name, buffer, saved in buffers:
                 submodule._buffers[name] = buffer  # a forward pass may also have put another in its place

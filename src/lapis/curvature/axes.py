@@ -60,4 +60,4 @@ def locate(large: Tensor, small: Tensor, many: int, few: int) -> list[BatchAxis]
         return []
     fold = large.shape[dim] // many
     folds = [BatchAxis(dim, before, fold // before) for before in range(1, fold + 1) if fold % before == 0]
-    return [axis for axis in folds if close(axis.unfold(large)[:few], axis.unfold(small))]
+    return [axis for axis in folds if close(axis.front(large)[:few], axis.front(small))]
