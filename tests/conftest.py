@@ -28,6 +28,15 @@ def _same_seed_for_every_test() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_rules_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules that a test, or an example in a docstring, registers for layers of its own hold for the whole process."""
+    from lapis.curvature.recorder import MODULE_RULES
+
+    for kind in list(MODULE_RULES):
+        monkeypatch.delitem(MODULE_RULES, kind)
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The folder of data sets: $LAPIS_DATA, or ../shared/data; a test that needs it is skipped without it."""

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import lapis
 import reference
-from cases import CASES, F64, GatedTie, MaskedTokens, WeightedPositions, call, take
-from lapis.curvature import patches, plan
+from cases import CASES, F64, GatedTie, MaskedTokens, WeightedPositions, call, categorical, take
+from lapis.curvature import gram, patches, plan
 from lapis.curvature.record import Record
 from lapis.curvature.tape import Tape
 from lapis.errors import LapisError, LapisWarning, ModelError
@@ -639,3 +639,28 @@ def test_kronecker_factors_are_the_same_however_patches_are_summed(
     assert len(seen) == (2 if sharing == "expand" else 0)
     monkeypatch.setattr(patches, "MANY_ROWS", math.inf)
     assert all(relative_error(one, other) < 1e-12 for one, other in zip(quick, factors(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+@pytest.mark.parametrize("chunk", [2**10, 2**24])
+def test_dense_curvature_by_factors_of_layers_at_few_positions_is_the_reference(
+    chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linear layers before and behind a convolution, which goes by rows; several batches, many strips or one."""
+    monkeypatch.setattr(gram, "CHUNK_BYTES", chunk)
+    multiplied = []
+    inner = gram._Part.inner
+    monkeypatch.setattr(
+        gram._Part, "inner", lambda part, site, *rest: multiplied.append(site) or inner(part, site, *rest)
+    )
+    model = nn.Sequential(
+        nn.Linear(20, 12, bias=False), nn.Tanh(), nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(),
+        nn.Flatten(), nn.Linear(48, 15), nn.Tanh(), nn.Linear(15, 7),
+    ).to(dtype)  # fmt: skip
+    x, y = torch.randn(130, 20, dtype=dtype), torch.randint(7, (130,))
+    data = list(zip(x.split((50, 50, 30)), y.split((50, 50, 30)), strict=True))
+    posterior = lapis.laplace(model, data[:2], "classification", structure="dense", prior=PRIOR).update(data[2:])
+    expected = reference.ggn(model.double(), x.double(), y, categorical())
+    expected.diagonal().add_(PRIOR)
+    assert relative_error(posterior.precision(), expected) < (1e-9 if dtype == F64 else 1e-4)
+    assert set(multiplied) == {0, 2, 3}

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import lapis
 import reference
 from cases import F64, gaussian
-from lapis.curvature import dense
+from lapis.curvature import gram
 from lapis.errors import LapisWarning
 from untouched import untouched
 
@@ -367,7 +367,7 @@ def test_few_rows_beside_the_weights_give_the_same_dense_posterior(
         return torch.cat([value[None], *torch.autograd.grad(value, precision)]).detach()
 
     few = fit(model, data, structure="dense", prior=lapis.Prior(0.7, groups=groups))
-    monkeypatch.setattr(dense, "FEW", 0.0)
+    monkeypatch.setattr(gram, "FEW", 0.0)
     many = fit(model, data, structure="dense", prior=lapis.Prior(0.7, groups=groups))
     (rows,), (none,) = ([block.few_rows for block in p.curvature.blocks] for p in (few, many))
     assert none is None
@@ -388,8 +388,8 @@ def test_dense_log_determinants_and_variances_have_first_and_second_derivatives(
     groups: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By prior precisions and by the noise, where the matrix has several strips."""
-    monkeypatch.setattr(dense, "STRIP", 7)
-    monkeypatch.setattr(dense, "FEW", 0.0)
+    monkeypatch.setattr(gram, "STRIP", 7)
+    monkeypatch.setattr(gram, "FEW", 0.0)
     posterior = fit(network(), structure="dense", prior=lapis.Prior(0.7, groups=groups))
     block = posterior.curvature.blocks[0]
     precision = torch.linspace(0.5, 2.0, len(posterior.weight_prior.precision), dtype=F64, requires_grad=True)

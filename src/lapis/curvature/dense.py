@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lapis.curvature.block import Block, BlockGaussian, common_group, site_precision
 from lapis.curvature.contributions import Contribution
+from lapis.curvature.gram import Gram, strips
 from lapis.curvature.sites import Site
 from lapis.curvature.spectrum import Spectrum, spectrum
 from lapis.errors import NotPositiveDefiniteError
 from lapis.priors import WeightPrior
-
-STRIP = 256
-"""Rows of the matrix that are computed, and added in float64, in one go."""
-
-FEWEST_ROWS, MOST_ROWS = 1024, 8192
-"""Rows of Jacobians that wait to be multiplied, in between as many as weights: the more at once, the less often the
-whole matrix is gone through."""
-
-FEW = 0.5
-"""Up to this many rows in all, as a fraction of the weights, they stay as they are until the matrix is asked for."""
 
 CHEAP = 512
 """Up to this size eigenvalues, which serve every prior and noise, are computed without being asked for."""
@@ -38,64 +28,29 @@ class DenseBlock(Block):
 
     def __init__(self, sites: Sequence[Site]) -> None:
         super().__init__(sites)
-        # numpy's zeros take no memory before they are written to, and only one triangle is until somebody looks
-        self._total = torch.from_numpy(np.zeros((self.size, self.size)))
-        self._waiting = torch.empty(0, self.size)
-        self._count = 0
-        self._multiplied = False
-        self._mirrored = True
+        self._gram = Gram([site.size for site in sites])
         self._eigenvalues: Tensor | None = None
 
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
-        parts = [contribution.rows().detach() for contribution in contributions]
-        seeds, batch = parts[0].shape[:2]
-        if self._count + seeds * batch > len(self._waiting):
-            self._multiply()
-        if seeds * batch > len(self._waiting):
-            room = max(FEWEST_ROWS, min(self.size, MOST_ROWS), seeds * batch)
-            self._waiting = parts[0].new_empty(room, self.size)
-        place = self._waiting[self._count : self._count + seeds * batch]
-        torch.cat(parts, -1, out=place.view(seeds, batch, self.size))
-        self._count += seeds * batch
+        self._gram.add(contributions)
 
     def settle(self) -> None:
-        if self._multiplied or self._count > FEW * self.size:
-            self._multiply()
-        self._waiting = self._waiting[: self._count].clone()
+        self._gram.settle()
 
     @property
     def few_rows(self) -> Tensor | None:
         """All rows R with curvature R^T R, float64, where they are few beside the weights; else None."""
-        return None if self._multiplied or self._count == 0 else self._waiting[: self._count].double()
-
-    def _multiply(self) -> None:
-        """Add what the waiting rows say: strips of the lower triangle, each still in the cache when it is added."""
-        if self._count == 0:
-            return
-        rows, self._count = self._waiting[: self._count], 0
-        for start, stop in _strips(self.size):
-            left, right, total = rows[:, start:stop].mT, rows[:, :stop], self._total[start:stop, :stop]
-            if rows.dtype == total.dtype:
-                torch.addmm(total, left, right, out=total)
-            else:
-                total += left @ right
-        self._multiplied, self._mirrored = True, False
+        return self._gram.rows
 
     @property
     def lower(self) -> Tensor:
         """The matrix, of which only the lower triangle means something."""
-        self._multiply()
-        return self._total
+        return self._gram.lower
 
     @property
     def curvature(self) -> Tensor:
         """The matrix, all of it."""
-        self._multiply()
-        if not self._mirrored:
-            for start, stop in _strips(self.size):
-                self._total[start:stop, stop:] = self._total[stop:, start:stop].mT
-            self._mirrored = True
-        return self._total
+        return self._gram.matrix
 
     def eigenvalues(self) -> Tensor:
         """Of the curvature, ascending; computed once."""
@@ -126,8 +81,8 @@ class DenseBlock(Block):
         return {"curvature": self.curvature}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        self._total, self._count, self._eigenvalues = state["curvature"], 0, None
-        self._multiplied = self._mirrored = True
+        self._gram.load(state["curvature"])
+        self._eigenvalues = None
 
 
 class DenseGaussian(BlockGaussian):
@@ -216,10 +171,6 @@ class DenseGaussian(BlockGaussian):
         return (flat.T @ flat).reshape(batch, seeds, batch, seeds)
 
 
-def _strips(size: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + STRIP, size)) for start in range(0, size, STRIP))
-
-
 def stacked_rows(contributions: Sequence[Contribution]) -> Tensor:
     """The sites' Jacobians side by side, (M, B, size)."""
     parts = [contribution.rows() for contribution in contributions]
@@ -228,12 +179,12 @@ def stacked_rows(contributions: Sequence[Contribution]) -> Tensor:
 
 def _inverse_diagonal(factor: Tensor) -> Tensor:
     """diag (L L^T)^-1: the columns of L^-1, a strip of them at a time, squared and summed."""
-    strips = list(_strips(len(factor)))
-    found = [torch.empty(0)] * len(strips)
-    for i, (start, stop) in enumerate(strips):
+    spans = list(strips(0, len(factor)))
+    found = [torch.empty(0)] * len(spans)
+    for i, (start, stop) in enumerate(spans):
         columns = factor.new_zeros(len(factor) - start, stop - start)
         columns[: stop - start].fill_diagonal_(1)
-        for top, bottom in strips[i:]:
+        for top, bottom in spans[i:]:
             place = columns[top - start : bottom - start]
             place.addmm_(factor[top:bottom, start:top], columns[: top - start], alpha=-1)
             place.copy_(torch.linalg.solve_triangular(factor[top:bottom, top:bottom], place, upper=False))

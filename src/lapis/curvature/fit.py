@@ -58,6 +58,11 @@ class Curvature:
         return any(block.forms_jacobian for block in self._of_matrices)
 
     @property
+    def rows(self) -> int:
+        """Weights of blocks that take all of an example's seeds as rows of J."""
+        return sum(block.size for block in self.blocks if block.takes_rows)
+
+    @property
     def sums_moments(self) -> bool:
         """Whether sums need no more of what layers take in than its second moments, position by position."""
         return all(isinstance(block, KroneckerBlock) and block.sharing == "expand" for block in self._of_matrices)
@@ -119,7 +124,7 @@ def _add(
     record.keep_inputs = curvature.forms_jacobian
     at_once = seeds_at_once(curvature, len(batch), work)
     if not record.batched():  # one by one: collected only for wider products
-        at_once = min(at_once, COLLECTED_SEEDS) if curvature.forms_jacobian else 1
+        at_once = 1 if not curvature.forms_jacobian else at_once if curvature.rows else min(at_once, COLLECTED_SEEDS)
     for number, seeds in enumerate(_seeds(curvature, likelihood, f, targets, generator, at_once)):
         _accumulate(curvature, record, seeds.detach(), first=number == 0)  # sums have no graph, though a noise may
 
@@ -134,12 +139,11 @@ def _accumulate(curvature: Curvature, record: Record, seeds: Tensor, first: bool
 def _bytes(curvature: Curvature, summing: bool) -> tuple[int, int]:
     """Working memory for an example: independent of seeds, and for each seed."""
     sizes = curvature.tape.example_bytes
-    rows = sum(block.size for block in curvature.blocks if block.takes_rows)
     inputs = sizes.summed if summing and curvature.sums_moments else sizes.most
     if curvature.forms_jacobian:
         inputs = sizes.inputs
     # outputs of layers, before and after what follows them, are about as large as gradients
-    return 2 * (inputs + sizes.gradients), sizes.gradients + rows * curvature.tape.network.dtype.itemsize
+    return 2 * (inputs + sizes.gradients), sizes.gradients + curvature.rows * curvature.tape.network.dtype.itemsize
 
 
 def examples_at_once(curvature: Curvature, seeds: int, work: int, *, summing: bool = False) -> int:
