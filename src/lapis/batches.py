@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -277,10 +278,14 @@ def digest(inputs: Inputs, targets: Tensor) -> int:
     length = targets.shape[0]
     parts = [_some(tensor.reshape(length, -1)).float() + 0.0 for tensor in (*tensors_in(inputs), targets)]
     # in numpy, whose operations on small arrays cost less than torch's
-    bits = torch.cat(parts, 1).detach().cpu().numpy().view(np.int32).astype(np.int64)
-    place = np.arange(1, bits.shape[1] + 1, dtype=np.int64)
-    total = ((bits + 1) * _mixed(place)).sum(1)
-    return int(_mixed(total).sum()) % 2**64
+    bits = torch.cat(parts, 1).detach().cpu().numpy().view(np.int32)
+    return int(_mixed((bits + np.int64(1)) @ _places(bits.shape[1])).sum()) % 2**64
+
+
+@cache
+def _places(count: int) -> np.ndarray:
+    """A number for each place, of no pattern."""
+    return _mixed(np.arange(1, count + 1, dtype=np.int64))
 
 
 def _some(rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ holds for as long as the same functions take the same weights in the same order,
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from lapis.curvature.contributions import Outer, Rows
 from lapis.curvature.layers import LookupUse, OuterUse, Use
 from lapis.curvature.record import Record
 from lapis.curvature.sites import Site, Slot, whole
-from lapis.curvature.tape import ExampleBytes, Tape
+from lapis.curvature.tape import ExampleBytes, Places, Tape
 from lapis.network import Network
 
 Key = tuple[tuple[str, int, int] | None, tuple[str, int, int] | None]
@@ -42,6 +42,8 @@ class Plan:
     sites: list[Site]
     general: frozenset[str]
     example_bytes: ExampleBytes
+    places: Mapping[Any, Places]
+    """Where the examples lay."""
 
 
 _PLANS: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], Plan]] = WeakKeyDictionary()
@@ -58,6 +60,7 @@ def plan(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs) 
     count = batch_length(inputs)
     whole_batch = known is not None and count * sum(known.example_bytes) <= SMALL_BATCH
     tape = Tape(network, outputs)
+    tape.before = {} if known is None else known.places
     record = tape.record(inputs if whole_batch else take(inputs, 0, min(count, PLANNING_EXAMPLES)))
     if known is None or record.trace is None or known.trace != record.trace:
         known = plans[network.names] = _prove(network, record)
@@ -77,7 +80,7 @@ def _prove(network: Network, record: Record) -> Plan:
     general = [Site("rows", whole(network, name)) for name in network.names if name in loose]
     ordered = sorted(kept + general, key=lambda site: site.spans(network)[0])
     record.tape.general = frozenset(loose)
-    return Plan(record.trace, ordered, frozenset(loose), _example_bytes(record, ordered))
+    return Plan(record.trace, ordered, frozenset(loose), _example_bytes(record, ordered), record.tape.sure)
 
 
 def _example_bytes(record: Record, sites: list[Site]) -> ExampleBytes:

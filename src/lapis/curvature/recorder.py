@@ -32,6 +32,9 @@ ModuleRule = Callable[[nn.Module, tuple[Any, ...], Tensor], dict[str, Tensor]]
 PICKING = frozenset({"__getitem__", "index_select", "masked_select", "gather", "take", "take_along_dim", "index_put_"})
 """Functions that can pick rows by an index that depends on the data."""
 
+WEIGHTS = ("input", "weight", "bias", "other")
+"""Arguments that can be chosen weights."""
+
 MODULE_RULES: dict[type[nn.Module], ModuleRule] = {}
 
 
@@ -64,9 +67,10 @@ def register_rule(kind: type[nn.Module]) -> Callable[[ModuleRule], ModuleRule]:
 class Recorder(TorchFunctionMode):
     """Notes every call of a function in RULES that has a chosen weight among its arguments."""
 
-    def __init__(self, network: Network, claimed: frozenset[str]) -> None:
+    def __init__(self, slots: Mapping[int, Slot], claimed: frozenset[str]) -> None:
+        """`slots`: each whole parameter's, by its id."""
         super().__init__()
-        self.names = {id(p): name for name, p in network.parameters.items() if name not in claimed}
+        self._slots = {key: slot for key, slot in slots.items() if slot.name not in claimed}
         self.calls: list[Call] = []
         self.unread: set[str] = set()
         """Parameters that some function without a rule took."""
@@ -97,11 +101,11 @@ class Recorder(TorchFunctionMode):
         if not results:
             return
         for tensor in _members((*args, *kwargs.values())):
-            base = tensor if id(tensor) in self.names else tensor._base
-            if base is None or id(base) not in self.names or id(tensor) in self._expanded:
+            base = tensor if id(tensor) in self._slots else tensor._base
+            if base is None or id(base) not in self._slots or id(tensor) in self._expanded:
                 continue
             if any(out._base is not base for out in results):
-                self.unread.add(self.names[id(base)])
+                self.unread.add(self._slots[id(base)].name)
 
     @contextmanager
     def _listening_to_linear(self) -> Iterator[None]:
@@ -121,9 +125,7 @@ class Recorder(TorchFunctionMode):
         signature, rule = RULES[function]
         arguments = bind(signature, args, kwargs)
         slots = {
-            name: slot
-            for name in ("input", "weight", "bias", "other")
-            if (slot := self._resolve(arguments.get(name))) is not None
+            name: slot for name in WEIGHTS if name in arguments and (slot := self._resolve(arguments[name])) is not None
         }
         probe = arguments["input"] if "input" not in slots else arguments.get("other")
         output = function(*args, **kwargs)
@@ -148,17 +150,16 @@ class Recorder(TorchFunctionMode):
         """The chosen weights that a tensor is: a whole parameter, or some of its rows (as attention cuts them)."""
         if not isinstance(tensor, Tensor) or id(tensor) in self._expanded:
             return None
-        base = tensor
-        if id(tensor) not in self.names:
-            if tensor._base is None or id(tensor._base) not in self.names:
-                return None
-            base = tensor._base
-            if base.dim() == 0 or tensor.shape[1:] != base.shape[1:] or tensor.stride() != base.stride():
-                return None
-        row = base.stride(0) if base.dim() else 1
-        start = (tensor.storage_offset() - base.storage_offset()) // max(row, 1)
-        stop = start + (tensor.shape[0] if tensor.dim() else 1)
-        return Slot(self.names[id(base)], start, stop, (tensor.numel(),), (0,), (tensor.numel(),))
+        if id(tensor) in self._slots:
+            return self._slots[id(tensor)]
+        base = tensor._base
+        if base is None or id(base) not in self._slots:
+            return None
+        if base.dim() == 0 or tensor.shape[1:] != base.shape[1:] or tensor.stride() != base.stride():
+            return None
+        start = (tensor.storage_offset() - base.storage_offset()) // max(base.stride(0), 1)
+        stop = start + tensor.shape[0]
+        return Slot(self._slots[id(base)].name, start, stop, (tensor.numel(),), (0,), (tensor.numel(),))
 
 
 def _members(values: tuple[Any, ...]) -> Iterator[Tensor]:
@@ -176,9 +177,15 @@ def _detached(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def listening(
-    network: Network, ignored: frozenset[str], rules: Mapping[type[nn.Module], ModuleRule]
+    network: Network,
+    slots: Mapping[int, Slot],
+    ignored: frozenset[str],
+    rules: Mapping[type[nn.Module], ModuleRule],
 ) -> Iterator[Recorder]:
-    """A recorder of the calls that use chosen weights, but for `ignored` parameters, while the context lasts."""
+    """A recorder of the calls that use chosen weights, but for `ignored` parameters, while the context lasts.
+
+    `slots`: each whole parameter's, by its id.
+    """
     named = network.module.named_modules() if rules else ()
     modules = [(f"{path}." if path else "", module) for path, module in named if type(module) in rules]
     own = {
@@ -190,12 +197,12 @@ def listening(
         for prefix, module in modules
     }
     claimed = frozenset(prefix + name for prefix, names in own.items() for name in names)
-    recorder = Recorder(network, ignored | claimed)
+    recorder = Recorder(slots, ignored | claimed)
     with ExitStack() as stack:
         for prefix, module in modules:
             if own[prefix]:
-                slots = {name: whole(network, prefix + name) for name in own[prefix]}
-                handle = module.register_forward_hook(_hook(rules[type(module)], slots, recorder.calls))
+                taken = {name: whole(network, prefix + name) for name in own[prefix]}
+                handle = module.register_forward_hook(_hook(rules[type(module)], taken, recorder.calls))
                 stack.callback(handle.remove)
         stack.enter_context(recorder)
         yield recorder

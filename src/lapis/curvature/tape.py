@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from lapis.curvature.layers import Call, Use
 from lapis.curvature.outputs import check_finite
 from lapis.curvature.record import Record
 from lapis.curvature.recorder import MODULE_RULES, Recorder, listening
-from lapis.curvature.sites import Site
+from lapis.curvature.sites import Site, whole
 from lapis.errors import DataError, ModelError
 from lapis.network import Network
 
@@ -33,19 +33,25 @@ class ExampleBytes(NamedTuple):
     """Gradients for each seed."""
 
 
+Places = list[tuple[BatchAxis, torch.Size]]
+
+
 class Tape:
     """Records batches of one network. `outputs` turns the raw output into (B, T, C)."""
 
     def __init__(self, network: Network, outputs: Callable[[Tensor], Tensor]) -> None:
         self.network = network
         self.outputs = outputs
+        self._slots = {id(parameter): whole(network, name) for name, parameter in network.parameters.items()}
         self.sites: list[Site] = []
         self.general: frozenset[str] = frozenset()
         self.example_bytes = ExampleBytes(0, 0, 0, 0)
         self._axes: dict[Any, list[BatchAxis | None]] = {}
         self._folds: dict[Any, BatchAxis] = {}
-        self._sure: dict[Any, list[tuple[BatchAxis, torch.Size]]] = {}
+        self.sure: dict[Any, Places] = {}
         """By the calls of a pass: where the examples lay beyond doubt, and how long the other axes were."""
+        self.before: Mapping[Any, Places] = {}
+        """The same of an earlier tape of the same module."""
         self.batchable = True
         self.proven: set[torch.Size] = set()
         """Numbers of seeds and examples for which sending all seeds back at once was checked."""
@@ -86,7 +92,7 @@ class Tape:
         return record
 
     def _forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Recorder]:
-        with listening(self.network, self.general, self.rules) as recorder:
+        with listening(self.network, self._slots, self.general, self.rules) as recorder:
             raw = self.network.call(inputs)
         length = batch_length(inputs)
         if raw.dim() == 0 or raw.shape[0] != length:
@@ -111,21 +117,19 @@ class Tape:
         length, calls = batch_length(inputs), recorder.calls
         signature = (length, tuple((call.key, tuple(call.probe.shape)) for call in calls))
         if signature not in self._axes:
-            known = None if recorder.picks else self._known_axes(calls, length)
+            known = None if recorder.picks else _known_axes(self.sure, calls, length)
             self._axes[signature] = known or self._measure_axes(inputs, f, calls, length)
         return self._axes[signature]
 
-    def _known_axes(self, calls: list[Call], length: int) -> list[BatchAxis | None] | None:
-        """Those of another batch size, where they were beyond doubt and all other axes are as long as then."""
-        known = self._sure.get(tuple(call.key for call in calls))
-        if known is None:
+    def _as_before(self, large: list[Call], small: list[Call], many: int, few: int) -> list[BatchAxis | None] | None:
+        """Those of an earlier tape, if the same axes have other lengths in the two runs, and nothing but examples."""
+        axes = _known_axes(self.before, large, many)
+        if axes is None or axes != _known_axes(self.before, small, few):
             return None
-        axes: list[BatchAxis | None] = []
-        for call, (axis, rest) in zip(calls, known, strict=True):
-            shape = call.probe.shape
-            if _without(shape, axis.dim) != rest or shape[axis.dim] != length * axis.before * axis.after:
-                return None
-            axes.append(axis)
+        if any(axis is None or axis.before * axis.after > 1 for axis in axes):
+            return None
+        key = tuple(call.key for call in large)
+        self.sure[key] = self.before[key]
         return axes
 
     def _measure_axes(self, inputs: Inputs, f: Tensor, calls: list[Call], length: int) -> list[BatchAxis | None]:
@@ -135,6 +139,8 @@ class Tape:
             _, other, recorder = self._forward(take(inputs, 0, fewer))
             large, small, sizes = calls, recorder.calls, (length, fewer)
             self._check_independence(f[:fewer], other)
+            if not recorder.picks and (known := self._as_before(large, small, *sizes)) is not None:
+                return known
         else:
             _, other, recorder = self._forward(map_tensors(lambda x: torch.cat([x, x]), inputs))
             large, small, sizes = recorder.calls, calls, (2, 1)
@@ -142,7 +148,7 @@ class Tape:
         if [call.key for call in large] != [call.key for call in small]:
             return [None] * len(calls)  # which layers run depends on the examples: only the general rule can tell
         axes: list[BatchAxis | None] = []
-        sure: list[tuple[BatchAxis, torch.Size]] = []
+        sure: Places = []
         for number, (one, two) in enumerate(zip(large, small, strict=True)):
             fits = locate(one.probe, two.probe, *sizes)
             key = (number, one.key)
@@ -153,7 +159,7 @@ class Tape:
             same = [axis for axis in fits if key in self._folds and axis.alike(self._folds[key])]
             axes.append(same[0] if same else fits[0] if fits else None)
         if len(sure) == len(large):
-            self._sure[tuple(call.key for call in large)] = sure
+            self.sure[tuple(call.key for call in large)] = sure
         if length == 1:  # nothing to tell apart: all of the axis belongs to the one example
             return [
                 axis and BatchAxis(axis.dim, call.probe.shape[axis.dim], 1)
@@ -170,6 +176,20 @@ class Tape:
                 got="another output for the same example in a smaller batch",
                 do="use running statistics in batch norm (track_running_stats=True), and no statistics over the batch",
             )
+
+
+def _known_axes(places: Mapping[Any, Places], calls: list[Call], length: int) -> list[BatchAxis | None] | None:
+    """Those of another batch size, where they were beyond doubt and all other axes are as long as then."""
+    known = places.get(tuple(call.key for call in calls))
+    if known is None:
+        return None
+    axes: list[BatchAxis | None] = []
+    for call, (axis, rest) in zip(calls, known, strict=True):
+        shape = call.probe.shape
+        if _without(shape, axis.dim) != rest or shape[axis.dim] != length * axis.before * axis.after:
+            return None
+        axes.append(axis)
+    return axes
 
 
 def _alone(shape: torch.Size, axis: BatchAxis | None, length: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,6 +23,10 @@ from lapis.likelihoods.base import Kind, Likelihood
 
 # Rows of soft labels may miss a sum of one by this much (half-precision files); they are then normalised.
 SUM_TOLERANCE = 1e-4
+
+
+LIFT, SMALLEST_SUM = 2.0**60, 1e-100
+"""Chosen so that (root of a sum) / (sum * LIFT) fits into float32 for all sums from the smallest on."""
 
 
 class Categorical(Likelihood):
@@ -144,22 +149,25 @@ class Categorical(Likelihood):
         return self._masked(p - torch.nn.functional.one_hot(self._safe(y), f.shape[-1]).to(p), y)
 
     def factor(self, f: Tensor, y: Tensor) -> Tensor:
-        """The Cholesky factor of diag(p) - p p^T, (B, T, C, C - 1): a column fewer than outputs, so a pass fewer back.
+        """A factor of diag(p) - p p^T, (B, T, C, C - 1): a column fewer than outputs, so a pass fewer back.
 
-        With tails r_j = p_j + ... + p_C it is S[j, j] = sqrt(p_j r_{j+1} / r_j), and below it
-        S[i, j] = -p_i sqrt(p_j / (r_j r_{j+1})), in logarithms, where the tails of confident networks do not underflow.
+        With r_j = p_1 + ... + p_j, the column of j = 2 .. C has d_j = sqrt(p_j r_{j-1} / r_j) at j, and above it
+        -p_i d_j / r_{j-1}. Sums and roots are float64, and what is multiplied is brought to about the same size first:
+        for networks that are nearly sure float32 cannot hold p, but S.
         """
-        log_p = f.log_softmax(-1)
-        tails = log_p.flip(-1).logcumsumexp(-1).flip(-1)
-        here, below = tails[..., :-1], tails[..., 1:]
-        scale = 0.5 * (log_p[..., :-1] - here - below)
-        diagonal = torch.exp(0.5 * (log_p[..., :-1] + below - here))
+        p = f.double().softmax(-1)
+        sums = p.cumsum(-1).clamp(min=torch.finfo(p.dtype).tiny)
+        above = sums[..., :-1]
+        root = (p[..., 1:] * above / sums[..., 1:]).sqrt()
         # column after column in memory: they go back through the network one by one, or as one matrix
-        s = (log_p + scale.movedim(-1, 0).contiguous().unsqueeze(-1)).exp_()
-        s = (s.clone() if s.requires_grad else s).neg_().movedim(0, -1)  # a derivative needs the exponentials
-        places = torch.arange(f.shape[-1], device=f.device)
-        s.masked_fill_(places[:, None] < places[:-1], 0.0).diagonal(dim1=-2, dim2=-1).copy_(diagonal)
-        return s if y.is_floating_point() else s.masked_fill_(~self._counts(y)[..., None, None], 0.0)
+        scale = (root / (LIFT * above.clamp(min=SMALLEST_SUM))).to(f.dtype).movedim(-1, 0).unsqueeze(-1)
+        s = (LIFT * p).to(f.dtype) * scale
+        s.mul_(_above(f.shape[-1], f.dtype, f.device))
+        s[..., 1:].diagonal(dim1=0, dim2=-1).copy_(root)
+        s = s.movedim(0, -1)
+        if y.is_floating_point() or bool((counts := self._counts(y)).all()):
+            return s
+        return s.masked_fill_(~counts[..., None, None], 0.0)
 
     def curved(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
         """p (w - p . w) with w = u - u_m for the likeliest class m: a shift of all of u changes nothing, and with this
@@ -193,3 +201,9 @@ class Categorical(Likelihood):
 
     def _masked(self, gradient: Tensor, y: Tensor) -> Tensor:
         return torch.where(self._counts(y).unsqueeze(-1), gradient, 0.0)
+
+
+@cache
+def _above(classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For the columns 2 .. C, (C - 1, 1, 1, C): -1 above the diagonal, 0 elsewhere."""
+    return -torch.ones(classes - 1, classes, dtype=dtype, device=device).tril()[:, None, None]

@@ -148,15 +148,6 @@ def laplace(
     chosen, note = resolve_structure(structure, network.size, memory_budget)
     _check_structure(chosen, structure, curvature, rank)
     weight_prior = chosen_prior.resolve(network)
-    with network.prepared(), naming(f"batch {first.index}"):
-        if chosen == "implicit":
-            tape = Tape(network, likelihood.canonical)
-            outputs = tape.record(few).f  # proves that an example's output is its own
-        else:
-            tape, outputs = plan(network, likelihood.canonical, first.inputs)
-        likelihood.check_outputs(outputs)
-    network.signature = describe(first.inputs)
-    fit = _Fit(network, likelihood, chain([first], stream), total, weight_prior, temperature, memory_budget, progress)
     common: dict[str, Any] = {
         "network": network,
         "likelihood": likelihood,
@@ -169,43 +160,55 @@ def laplace(
         "temperature": temperature,
         "memory_budget": memory_budget,
     }
-    if chosen == "implicit":
-        return ImplicitPosterior(curvature=fit.implicit(), **common)
-    kind, choices = CURVATURES[curvature], [note]
-    if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS and chosen not in MATRIX_FREE:
-        kind = "sampled"
-        choices.append(
-            f"Fisher information from {fisher_samples} drawn target(s), for {outputs[0].numel()} outputs an example"
+    with network.prepared():
+        with naming(f"batch {first.index}"):
+            if chosen == "implicit":
+                tape = Tape(network, likelihood.canonical)
+                outputs = tape.record(few).f  # proves that an example's output is its own
+            else:
+                tape, outputs = plan(network, likelihood.canonical, first.inputs)
+            likelihood.check_outputs(outputs)
+        network.signature = describe(first.inputs)
+        fit = _Fit(
+            network, likelihood, chain([first], stream), total, weight_prior, temperature, memory_budget, progress
         )
-        warnings.warn(
-            f"With {outputs[0].numel()} outputs an example the Fisher information is sampled; "
-            'curvature="exact" forbids that.',
-            LapisWarning,
-            stacklevel=2,
+        if chosen == "implicit":
+            return ImplicitPosterior(curvature=fit.implicit(), **common)
+        kind, choices = CURVATURES[curvature], [note]
+        if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS and chosen not in MATRIX_FREE:
+            kind = "sampled"
+            choices.append(
+                f"Fisher information from {fisher_samples} drawn target(s), for {outputs[0].numel()} outputs an example"
+            )
+            warnings.warn(
+                f"With {outputs[0].numel()} outputs an example the Fisher information is sampled; "
+                'curvature="exact" forbids that.',
+                LapisWarning,
+                stacklevel=2,
+            )
+        if tape.general:
+            choices.append(f"general per-example rule for {', '.join(sorted(tape.general))}")
+        blocks = build_blocks(chosen, tape.sites, sharing, bias, memory_budget)
+        to_device(blocks, network.device)
+        for block in blocks:
+            block.check(weight_prior)
+        sums = Curvature(
+            kind=kind,
+            tape=tape,
+            blocks=blocks,
+            statistics=torch.zeros((), dtype=torch.float64, device=network.device),
+            fisher_samples=fisher_samples,
+            signature=network.signature,
+            outputs=outputs.shape[-1],
         )
-    if tape.general:
-        choices.append(f"general per-example rule for {', '.join(sorted(tape.general))}")
-    blocks = build_blocks(chosen, tape.sites, sharing, bias, memory_budget)
-    to_device(blocks, network.device)
-    for block in blocks:
-        block.check(weight_prior)
-    sums = Curvature(
-        kind=kind,
-        tape=tape,
-        blocks=blocks,
-        statistics=torch.zeros((), dtype=torch.float64, device=network.device),
-        fisher_samples=fisher_samples,
-        signature=network.signature,
-        outputs=outputs.shape[-1],
-    )
-    source = generator or torch.Generator(network.device).manual_seed(0)
-    if chosen == "lowrank":
-        choices.append(fit.low_rank(sums, rank, source))
-    else:
-        fit.sums(sums, source)
-    for choice in choices:
-        log.info("%s", choice)
-    return LaplacePosterior(curvature=sums, choices=tuple(choices), **common)
+        source = generator or torch.Generator(network.device).manual_seed(0)
+        if chosen == "lowrank":
+            choices.append(fit.low_rank(sums, rank, source))
+        else:
+            fit.sums(sums, source)
+        for choice in choices:
+            log.info("%s", choice)
+        return LaplacePosterior(curvature=sums, choices=tuple(choices), **common)
 
 
 @dataclass(frozen=True)
