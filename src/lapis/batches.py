@@ -276,9 +276,9 @@ def digest(inputs: Inputs, targets: Tensor) -> int:
     are the same when one network sees images and another the same pixels as a vector, in single or double precision.
     """
     length = targets.shape[0]
-    parts = [_some(tensor.reshape(length, -1)).float() + 0.0 for tensor in (*tensors_in(inputs), targets)]
-    # in numpy, whose operations on small arrays cost less than torch's
-    bits = torch.cat(parts, 1).detach().cpu().numpy().view(np.int32)
+    parts = [_some(tensor.detach().reshape(length, -1)).float() for tensor in (*tensors_in(inputs), targets)]
+    # in numpy, whose operations on small arrays cost less than torch's; zeros have no sign
+    bits = (torch.cat(parts, 1).cpu().numpy() + np.float32(0)).view(np.int32)
     return int(_mixed((bits + np.int64(1)) @ _places(bits.shape[1])).sum()) % 2**64
 
 

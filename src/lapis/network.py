@@ -256,8 +256,8 @@ class Network:
 
     def check_finite(self) -> None:
         """Refuse NaN and infinity in any parameter or buffer, by name."""
-        for name, tensor in self.module.state_dict().items():
-            if isinstance(tensor, Tensor) and not all_finite(tensor):
+        for name, tensor in self._state():
+            if not all_finite(tensor):
                 raise ModelError(
                     f"The network's {name!r} is not finite",
                     expected="finite weights and buffers",
@@ -273,13 +273,19 @@ class Network:
             self._known = (writes, self.fingerprint())
         return self._known[1] == fingerprint
 
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer that a state dictionary holds, by name."""
+        for path, module in self.module.named_modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{path}.{name}" if path else name, tensor
+
     def fingerprint(self) -> str:
         """A digest of every parameter and buffer: names, shapes, values."""
         digest = hashlib.sha256()  # the quickest: processors know it
-        for name, tensor in self.module.state_dict().items():
-            if isinstance(tensor, Tensor):
-                digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        for name, tensor in self._state():
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()[:32]
 
 
@@ -307,7 +313,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     rewritten = [  # embeddings with max_norm shorten their rows whenever these are looked up
         (parameter, parameter.detach().clone())
         for submodule in submodules
-        if getattr(submodule, "max_norm", None) is not None
+        if vars(submodule).get("max_norm") is not None
         for parameter in submodule.parameters(recurse=False)
     ]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lapis.batches import all_finite
 from lapis.errors import PriorError
 from lapis.network import Network
 from lapis.normalised import find_normalised
@@ -47,7 +49,8 @@ class Prior:
         labels, group_of = _group(self.groups, network)
         count = network.size if group_of is None else len(labels)
         precision = _precisions(self.precision, labels, count)
-        if not bool((torch.isfinite(precision) & (precision > 0)).all()):
+        lowest, highest = map(float, torch.aminmax(precision.detach()))
+        if not 0 < lowest <= highest < math.inf:
             raise PriorError(
                 "A prior precision is out of range",
                 expected="finite positive precisions",
@@ -308,7 +311,7 @@ def _mean(value: Any, network: Network) -> Tensor:
         value = torch.cat([parts[name].reshape(-1) for name in network.names])
     mean = _numbers(value, "prior mean").to(network.device)
     fits = mean.dim() == 0 or tuple(mean.shape) == (network.size,)
-    if not fits or not bool(torch.isfinite(mean).all()):
+    if not fits or not all_finite(mean):
         raise PriorError(
             "The prior mean does not fit the weights",
             expected=f"a finite number, or a finite vector ({network.size},)",

@@ -81,14 +81,14 @@ class Outer:
 
     def add_square_sum(self, total: Tensor) -> None:
         """Add the sum over examples and seeds of J^2 to `total` (K, O, I)."""
-        weights = total[..., : total.shape[-1] - int(self.bias)]
         if self.g.shape[3] == 1:
-            for group, g in enumerate(self.g.squeeze(3)):
-                g2 = _squares(g)
-                torch.addmm(weights[group], g2.mT, self.inputs()[group].squeeze(1).square(), out=weights[group])
+            for place, g, a in zip(total, self.g.squeeze(3), self.inputs().squeeze(2), strict=True):
+                g2, weights = _squares(g), place[:, : a.shape[-1]]
+                torch.addmm(weights, g2.mT, a.square(), out=weights)
                 if self.bias:
-                    total[group, :, -1] += g2.sum(0)
+                    place[:, -1].add_(g2.sum(0))
             return
+        weights = total[..., : total.shape[-1] - int(self.bias)]
         for _, chosen, jacobian, column in self.pieces():
             weights[:, chosen] += jacobian.square_().sum((0, 2))
             if self.bias:

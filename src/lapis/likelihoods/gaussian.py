@@ -146,7 +146,8 @@ def _standard_deviation(noise: float | Tensor) -> Tensor:
             do="pass the noise's standard deviation",
         ) from error
     values = sigma.detach()
-    if sigma.dim() > 1 or sigma.numel() == 0 or not bool((torch.isfinite(values) & (values > 0)).all()):
+    lowest, highest = (math.nan, math.nan) if sigma.numel() == 0 else map(float, torch.aminmax(values))
+    if sigma.dim() > 1 or not 0 < lowest <= highest < math.inf:
         raise OptionError(
             "The noise is no standard deviation",
             expected="a positive finite number, or a tensor (C,) of them",
