@@ -23,7 +23,7 @@ from lapis.curvature.block import Block, BlockGaussian, common_group, site_preci
 from lapis.curvature.contributions import Contribution, Lookup, Outer, Rows
 from lapis.curvature.products import Moment, symmetric
 from lapis.curvature.sites import Site
-from lapis.curvature.spectrum import Spectrum, product_spectrum
+from lapis.curvature.spectrum import Spectrum, product_spectrum, spectrum
 from lapis.errors import ModelError, PriorError
 from lapis.priors import WeightPrior
 
@@ -49,6 +49,7 @@ class KroneckerBlock(Block):
         self._gradients = Moment((groups, outputs, outputs))
         self.positions = torch.zeros((), dtype=torch.float64)
         self._eigen: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
+        self._padded = False
         self._spectra: list[Spectrum] | None = None
 
     @property
@@ -86,14 +87,23 @@ class KroneckerBlock(Block):
         return self.inputs / self.positions.clamp(min=1)
 
     def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Eigenvalues and vectors of G, then of A (no vectors for look-ups: A is diagonal); computed once."""
+        """Eigenvalues and vectors of G, then of A (no vectors for look-ups: A is diagonal), a bias of its own among
+        them.
+        """
+        values_g, vectors_g, values, vectors = self._decomposed()
+        if self.apart and vectors is not None and not self._padded:
+            values, vectors = pad(values, (0, 1), value=1.0), pad(vectors, (0, 1, 0, 1))
+            vectors[:, -1, -1] = 1.0
+            self._eigen, self._padded = (values_g, vectors_g, values, vectors), True
+        return values_g, vectors_g, values, vectors
+
+    def _decomposed(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The same, computed once; without the bias until somebody asked for it."""
         if self._eigen is None:
-            values, vectors = (self.inputs[None], None) if self.site.kind == "lookup" else _eigh(self.inputs)
+            lookup = self.site.kind == "lookup"
+            values, vectors = (self.inputs[None], None) if lookup else _eigh_in_place(self._inputs.copy())
             values = values / self.positions.clamp(min=1)  # not the sums: no copy of them
-            if self.apart and vectors is not None:
-                values, vectors = pad(values, (0, 1), value=1.0), pad(vectors, (0, 1, 0, 1))
-                vectors[:, -1, -1] = 1.0
-            self._eigen = (*_eigh(self.gradients), values, vectors)
+            self._eigen, self._padded = (*_eigh_in_place(self._gradients.copy()), values, vectors), False
         return self._eigen
 
     def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
@@ -101,9 +111,12 @@ class KroneckerBlock(Block):
         if prior.group_of is None or (group is None and not self.apart):
             return None
         if self._spectra is None:
-            values_g, _, values_a, _ = self.eigen()
-            parts = self.site.parts(values_a) if self.apart else [values_a]
-            self._spectra = [product_spectrum(values_g, part) for part in parts]
+            values_g, _, values_a, _ = self._decomposed()
+            if self.apart and self._padded:
+                values_a = values_a[:, :-1]
+            self._spectra = [product_spectrum(values_g, values_a)]
+            if self.apart:
+                self._spectra.append(spectrum(values_g))
         slots = self.site.slots[: len(self._spectra)]
         return [(prior.group_of[slot.name], part) for slot, part in zip(slots, self._spectra, strict=True)]
 
@@ -223,6 +236,14 @@ class KroneckerGaussian(BlockGaussian):
     def matrix(self) -> Tensor:
         size = self.block.size
         return self.multiply(torch.eye(size, dtype=torch.float64, device=self.eigenvalues.device))
+
+
+def _eigh_in_place(lower: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, with the vectors where the matrix was: LAPACK sees the lower triangle as the upper one of columns."""
+    matrix = lower.mT
+    values = lower.new_empty(lower.shape[:-1])
+    torch.linalg.eigh(matrix, UPLO="U", out=(values, matrix))
+    return values.clamp_(min=0), matrix
 
 
 def _eigh(lower: Tensor) -> tuple[Tensor, Tensor]:

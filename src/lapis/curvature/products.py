@@ -57,6 +57,12 @@ class Moment:
             self._total = exact if self._total is None else self._total.add_(exact)
         self._recent, self._terms = None, 0
 
+    def copy(self) -> Tensor:
+        """The sum in memory of its own, float64; the sum itself takes none for that."""
+        if self._total is None and self._recent is not None:
+            return self._recent.double()
+        return self.total.clone()
+
     @property
     def total(self) -> Tensor:
         self._settle()
