@@ -526,6 +526,26 @@ def test_a_known_small_network_runs_once_less(structure: str, monkeypatch: pytes
     assert evidences[0] == evidences[1] == evidences[2]
 
 
+class Layout(nn.Module):
+    """A linear layer that sees (examples, tokens, features), or with `flipped` tokens first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.flipped = nn.Linear(3, 2, dtype=F64), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x.transpose(0, 1)).transpose(0, 1) if self.flipped else self.layer(x)).square().sum(1)
+
+
+@every_structure
+def test_examples_are_found_again_where_as_many_tokens_could_hide_that_they_moved(structure: str) -> None:
+    model, data = Layout(), (torch.randn(5, 5, 3, dtype=F64), torch.randn(5, 2, dtype=F64))
+    expected = lapis.laplace(model, data, "regression", structure=structure)
+    model.flipped = True
+    found = lapis.laplace(model, data, "regression", structure=structure)
+    assert relative_error(found.precision(), expected.precision()) < 1e-12
+
+
 def test_what_is_known_of_a_network_does_not_excuse_it_from_checks() -> None:
     model, data = changing()
     lapis.laplace(model, data, "regression")

@@ -115,7 +115,9 @@ class WeightPrior:
         squares = (weights.double() - self.mean).square()
         if self.scales is not None:
             squares = squares * self.scales
-        if self.group_of is not None:
+        if len(self.labels) == 1 and self.group_of is not None:
+            squares = squares.sum().reshape(1)
+        elif self.group_of is not None:
             squares = torch.stack(
                 [
                     sum((squares[self.span(name)].sum() for name in self._members(group)), squares.new_zeros(()))

@@ -17,6 +17,11 @@ class BatchAxis:
     after: int
 
     @property
+    def fold(self) -> int:
+        """Entries of the axis that belong to one example."""
+        return self.before * self.after
+
+    @property
     def trivial(self) -> bool:
         return self.dim == 0 and self.before == 1 and self.after == 1
 

@@ -82,11 +82,13 @@ class Outer:
     def add_square_sum(self, total: Tensor) -> None:
         """Add the sum over examples and seeds of J^2 to `total` (K, O, I)."""
         if self.g.shape[3] == 1:
-            for place, g, a in zip(total, self.g.squeeze(3), self.inputs().squeeze(2), strict=True):
-                g2, weights = _squares(g), place[:, : a.shape[-1]]
-                torch.addmm(weights, g2.mT, a.square(), out=weights)
+            every = self.inputs()
+            for group in range(len(total)):
+                g2, a2 = _squares(self.g[group, :, :, 0]), every[group, :, 0].square()
+                weights = total[group, :, : a2.shape[1]]
+                torch.addmm(weights, g2.mT, a2, out=weights)
                 if self.bias:
-                    place[:, -1].add_(g2.sum(0))
+                    total[group, :, -1].add_(g2.sum(0))
             return
         weights = total[..., : total.shape[-1] - int(self.bias)]
         for _, chosen, jacobian, column in self.pieces():
@@ -177,8 +179,9 @@ class Outer:
         if self.add_moment is not None:
             self.add_moment(total)
             return
-        for group, each in enumerate(self.inputs().flatten(1, 2)):
-            width = each.shape[1]
+        every = self.inputs().flatten(1, 2)
+        for group in range(len(every)):
+            each, width = every[group], every.shape[2]
             add_half_gram(total[group, :width, :width], each)
             if total.shape[-1] > width:
                 total[group, -1, :width] += each.sum(0)
@@ -191,8 +194,9 @@ class Outer:
             for group, images in enumerate(self.g.flatten(1, 2)):
                 total[group] += torch.bmm(images.mT, images).sum(0)
             return
-        for group, each in enumerate(self.g.flatten(1, 3)):
-            add_half_gram(total[group], each)
+        every = self.g.flatten(1, 3)
+        for group in range(len(every)):
+            add_half_gram(total[group], every[group])
 
     @property
     def positions(self) -> int:
@@ -203,8 +207,8 @@ class Outer:
 def _squares(g: Tensor) -> Tensor:
     """The sum over seeds of g^2 for g (M, ...), without a copy of g."""
     total = g[0].square()
-    for each in g[1:]:
-        total.addcmul_(each, each)
+    for seed in range(1, len(g)):
+        total.addcmul_(g[seed], g[seed])
     return total
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ Use = OuterUse | LookupUse | RowsUse
 Rule = Callable[[Call, BatchAxis], list[Use]]
 
 
+@cache
 def vector_slot(slot: Slot) -> Slot:
     """A slot as a column of outputs: (groups, outputs) flattened to (1, outputs, 1)."""
     return replace(slot, view=(slot.size,), axes=(0,), shape=(1, slot.size, 1))
@@ -104,6 +105,7 @@ def _linear_map(x: Tensor, weight: Slot | None, bias: Slot | None, axis: BatchAx
     ]
 
 
+@cache
 def _matrix(slot: Slot, shape: torch.Size, transposed: bool) -> Slot:
     """A two-dimensional weight as (1, outputs, inputs); `transposed` when it is stored (inputs, outputs)."""
     rows, columns = shape

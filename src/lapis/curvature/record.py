@@ -42,6 +42,7 @@ class Record:
         self.calls = list({id(call): call for call, _ in uses}.values())
         self.keep_inputs = False
         """Whether what layers take in, such as patches of images, is kept for more seeds of the same batch."""
+        self._rows_of = [[slot.rows for slot in (use.weight, use.bias) if slot is not None] for _, use in uses]
         self._found: dict[int, list[tuple[Call, Use]]] = {}
         self._inputs: dict[int, Tensor] = {}
 
@@ -162,9 +163,7 @@ class Record:
         if id(site) not in self._found:
             wanted = {slot.rows for slot in site.slots}
             self._found[id(site)] = [
-                (call, use)
-                for call, use in self.uses
-                if wanted & {s.rows for s in (use.weight, use.bias) if s is not None}
+                pair for pair, rows in zip(self.uses, self._rows_of, strict=True) if not wanted.isdisjoint(rows)
             ]
         return self._found[id(site)]
 

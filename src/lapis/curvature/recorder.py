@@ -97,14 +97,11 @@ class Recorder(TorchFunctionMode):
 
     def _note_unread(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A function without a rule took a chosen weight, and did more than make a view of it."""
-        results = [out for out in _members((output,)) if out.requires_grad]
-        if not results:
-            return
         for tensor in _members((*args, *kwargs.values())):
             base = tensor if id(tensor) in self._slots else tensor._base
             if base is None or id(base) not in self._slots or id(tensor) in self._expanded:
                 continue
-            if any(out._base is not base for out in results):
+            if any(out.requires_grad and out._base is not base for out in _members((output,))):
                 self.unread.add(self._slots[id(base)].name)
 
     @contextmanager

@@ -67,8 +67,9 @@ RULES: dict[Any, tuple[Signature, Rule]] = {function: (signature, rule) for func
 
 def bind(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name, defaults filled in; torch calls the right operand of a product by other names."""
-    bound = dict(signature)
-    bound.update(zip(signature, args, strict=False))
+    bound = signature | dict(zip(signature, args, strict=False))
+    if not kwargs:
+        return bound
     renamed = {"other": "weight", "mat2": "weight", "mat1": "input"} if "other" not in signature else {}
     bound.update({renamed.get(name, name): value for name, value in kwargs.items()})
     return bound

@@ -117,18 +117,24 @@ class Tape:
         length, calls = batch_length(inputs), recorder.calls
         signature = (length, tuple((call.key, tuple(call.probe.shape)) for call in calls))
         if signature not in self._axes:
-            known = None if recorder.picks else _known_axes(self.sure, calls, length)
+            known = None
+            if not recorder.picks:
+                known = _known_axes(self.sure, calls, length) or self._as_before(inputs, f, calls, length)
             self._axes[signature] = known or self._measure_axes(inputs, f, calls, length)
         return self._axes[signature]
 
-    def _as_before(self, large: list[Call], small: list[Call], many: int, few: int) -> list[BatchAxis | None] | None:
-        """Those of an earlier tape, if the same axes have other lengths in the two runs, and nothing but examples."""
-        axes = _known_axes(self.before, large, many)
-        if axes is None or axes != _known_axes(self.before, small, few):
+    def _as_before(self, inputs: Inputs, f: Tensor, calls: list[Call], length: int) -> list[BatchAxis | None] | None:
+        """Those of an earlier tape, where no other axis is as long as there are examples, and none is folded.
+
+        Whether the examples see each other is asked anew.
+        """
+        key = tuple(call.key for call in calls)
+        axes = _known_axes(self.before, calls, length)
+        if axes is None or length < 2 or any(length in rest or axis.fold > 1 for axis, rest in self.before[key]):
             return None
-        if any(axis is None or axis.before * axis.after > 1 for axis in axes):
-            return None
-        key = tuple(call.key for call in large)
+        few = min(2, length - 1)
+        with torch.no_grad():
+            self._check_independence(f[:few], self.outputs(self.network.call(take(inputs, 0, few))))
         self.sure[key] = self.before[key]
         return axes
 
@@ -139,8 +145,6 @@ class Tape:
             _, other, recorder = self._forward(take(inputs, 0, fewer))
             large, small, sizes = calls, recorder.calls, (length, fewer)
             self._check_independence(f[:fewer], other)
-            if not recorder.picks and (known := self._as_before(large, small, *sizes)) is not None:
-                return known
         else:
             _, other, recorder = self._forward(map_tensors(lambda x: torch.cat([x, x]), inputs))
             large, small, sizes = recorder.calls, calls, (2, 1)
@@ -186,7 +190,7 @@ def _known_axes(places: Mapping[Any, Places], calls: list[Call], length: int) ->
     axes: list[BatchAxis | None] = []
     for call, (axis, rest) in zip(calls, known, strict=True):
         shape = call.probe.shape
-        if _without(shape, axis.dim) != rest or shape[axis.dim] != length * axis.before * axis.after:
+        if _without(shape, axis.dim) != rest or shape[axis.dim] != length * axis.fold:
             return None
         axes.append(axis)
     return axes
@@ -194,9 +198,9 @@ def _known_axes(places: Mapping[Any, Places], calls: list[Call], length: int) ->
 
 def _alone(shape: torch.Size, axis: BatchAxis | None, length: int) -> tuple[int, ...]:
     """The shape that one of `length` examples would have; as it is where they lie elsewhere."""
-    if axis is None or len(shape) <= axis.dim or shape[axis.dim] != length * axis.before * axis.after:
+    if axis is None or len(shape) <= axis.dim or shape[axis.dim] != length * axis.fold:
         return shape
-    return (*shape[: axis.dim], axis.before * axis.after, *shape[axis.dim + 1 :])
+    return (*shape[: axis.dim], axis.fold, *shape[axis.dim + 1 :])
 
 
 def _without(shape: torch.Size, dim: int) -> torch.Size:

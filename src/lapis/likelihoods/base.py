@@ -190,7 +190,8 @@ class Separable(Likelihood):
         """The diagonal of S, (B, T, C)."""
 
     def factor(self, f: Tensor, y: Tensor) -> Tensor:
-        return torch.diag_embed(self.root(f))
+        root = self.root(f)
+        return root.unsqueeze(-1) if root.shape[-1] == 1 else torch.diag_embed(root)
 
     def curved(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
         return u * (self.root(f) ** 2).to(u.dtype)
