@@ -8,6 +8,7 @@ elementwise, eigendecompositions, drawing weights, copies. Operations in float64
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,11 @@ class Layer:
     outputs: int
     inputs: int
     positions: int
+
+    @property
+    def weights(self) -> int:
+        """With a bias."""
+        return self.outputs * (self.inputs + 1)
 
     @property
     def product(self) -> int:
@@ -67,6 +73,11 @@ def rotation(layer: Layer, seeds: int) -> int:
     return 2 * min(apart, together)
 
 
+def pairs(used: Sequence[Layer], seeds: int) -> int:
+    """All weights with all weights: row by row, or by position where there are fewer of these."""
+    return sum(2 * one.weights * two.weights * min(seeds, one.positions, two.positions) for one in used for two in used)
+
+
 def flops(job: str, problem: Problem) -> float | None:
     """None where no matrix product is needed (evidence and tuning work on eigenvalues)."""
     structure, action = split(job)
@@ -84,7 +95,7 @@ def flops(job: str, problem: Problem) -> float | None:
     if action == "fit":
         n = len(problem.batches.dataset)
         if structure == "dense":
-            return n * (forward + backward + rows + 2.0 * outputs * weights**2)
+            return float(n * (forward + backward + rows + pairs(used, outputs)))
         if structure == "diag":
             squares = sum(layer.product * (outputs if layer.positions > 1 else 1) for layer in used)
             return float(n * (forward + backward + squares))
@@ -95,11 +106,11 @@ def flops(job: str, problem: Problem) -> float | None:
         if structure == "dense":
             return n * (forward + backward + rows + 2.0 * outputs * weights**2)
         rotations = 0 if structure == "diag" else sum(rotation(layer, outputs) for layer in used)
-        pairs = outputs if action.endswith("diagonal") else outputs**2
+        entries = outputs if action.endswith("diagonal") else outputs**2
         contraction = sum(
-            outputs * layer.product + 2 * pairs * layer.outputs * layer.inputs
+            outputs * layer.product + 2 * entries * layer.outputs * layer.inputs
             if layer.positions > 1
-            else layer.product + 2 * pairs * layer.outputs
+            else layer.product + 2 * entries * layer.outputs
             for layer in used
         )
         return float(n * (forward + backward + contraction + rotations))
