@@ -668,11 +668,9 @@ def test_dense_curvature_by_factors_of_layers_at_few_positions_is_the_reference(
 ) -> None:
     """Linear layers before and behind a convolution, which goes by rows; several batches, many strips or one."""
     monkeypatch.setattr(gram, "CHUNK_BYTES", chunk)
-    multiplied = []
-    inner = gram._Part.inner
-    monkeypatch.setattr(
-        gram._Part, "inner", lambda part, site, *rest: multiplied.append(site) or inner(part, site, *rest)
-    )
+    multiplied: list[int] = []
+    add = gram.Gram._add_factored
+    monkeypatch.setattr(gram.Gram, "_add_factored", lambda *args: multiplied.append(args[1]) or add(*args))
     model = nn.Sequential(
         nn.Linear(20, 12, bias=False), nn.Tanh(), nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(),
         nn.Flatten(), nn.Linear(48, 15), nn.Tanh(), nn.Linear(15, 7),
@@ -684,3 +682,11 @@ def test_dense_curvature_by_factors_of_layers_at_few_positions_is_the_reference(
     expected.diagonal().add_(PRIOR)
     assert relative_error(posterior.precision(), expected) < (1e-9 if dtype == F64 else 1e-4)
     assert set(multiplied) == {0, 2, 3}
+    few = lapis.laplace(model.to(dtype), (x[:20], y[:20]), "classification", structure="dense", prior=PRIOR)
+    (rows,) = (block.few_rows for block in few.curvature.blocks)
+    expected = reference.ggn(model.double(), x[:20].double(), y[:20], categorical())
+    assert rows.shape == (120, len(expected))
+    order = torch.cat(
+        [site.gather(torch.arange(len(expected)), few.network).flatten() for site in few.curvature.tape.sites]
+    )
+    assert relative_error(rows.T @ rows, expected[order][:, order]) < (1e-9 if dtype == F64 else 1e-4)

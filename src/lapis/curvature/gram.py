@@ -11,7 +11,7 @@ where the outer sum, which is most of the work, is shorter: nine times in a line
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,24 +38,30 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Factors:
-    """Of one layer and batch: gradients g (b, T, O, M), and inputs a (b * T, I) with a one for the bias."""
+    """Of one layer and batch: gradients g (b, T, O, M), and inputs a (b, T, I) with a one for the bias."""
 
     g: Tensor
     a: Tensor
 
+    def rows(self, outputs: slice) -> Tensor:
+        """J of some outputs, (b, M, o * I)."""
+        g = self.g[:, :, outputs]
+        batch, positions, chosen, seeds = g.shape
+        return torch.bmm(g.permute(0, 3, 2, 1).reshape(batch, seeds * chosen, positions), self.a).view(batch, seeds, -1)
+
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one batch, (M, b, size), and the factors of those sites (by their number) that multiply quicker so."""
+    """One batch: rows of the plain sites' columns, (M, b, columns), and the other sites' factors, by site."""
 
     rows: Tensor
     factors: dict[int, _Factors]
 
-    def inner(self, site: int, outputs: slice, columns: slice, place: Tensor) -> None:
-        """Write sum_m g[b, t, o, m] R[b, m, c] into `place` (b * T, o * c)."""
-        g = self.factors[site].g[:, :, outputs]
-        rows = self.rows[:, :, columns].transpose(0, 1)
-        torch.bmm(g.flatten(1, 2), rows, out=place.view(len(g), -1, rows.shape[-1]))
+    def whole(self, spans: Sequence[Span], plain: Sequence[int]) -> Tensor:
+        """Rows of all columns, (M * b, size)."""
+        parts = dict(zip(plain, torch.split(self.rows, [spans[s][1] - spans[s][0] for s in plain], -1), strict=True))
+        parts |= {site: factors.rows(slice(None)).transpose(0, 1) for site, factors in self.factors.items()}
+        return torch.cat([parts[site] for site in range(len(spans))], -1).flatten(0, 1)
 
 
 class Gram:
@@ -67,44 +73,56 @@ class Gram:
         self.size: int = stops[-1]
         # numpy's zeros take no memory before they are written to, and only one triangle is until somebody looks
         self._total = torch.from_numpy(np.zeros((self.size, self.size)))
-        self._room = torch.empty(0, self.size)
-        self._count = 0
+        self._room = torch.empty(0, 0)
         self._parts: list[_Part] = []
         self._multiplied = False
         self._mirrored = True
 
+    @property
+    def _count(self) -> int:
+        """Rows that wait."""
+        return sum(part.rows.shape[:2].numel() for part in self._parts)
+
+    @property
+    def _plain(self) -> list[int]:
+        """Sites of the parts that wait as rows."""
+        return [site for site in range(len(self._spans)) if site not in self._parts[0].factors]
+
     def add(self, contributions: Sequence[Contribution]) -> None:
-        """Let the rows of a batch wait, and multiply those before them if there is no room for both."""
-        parts = [each.rows().detach() for each in contributions]
-        seeds, batch = parts[0].shape[:2]
+        """Let what a batch says wait, and multiply what came before if there is no room for both."""
         factors = {site: found for site, each in enumerate(contributions) if (found := _factors(each)) is not None}
+        rows = [each.rows().detach() for site, each in enumerate(contributions) if site not in factors]
+        some = rows[0] if rows else next(iter(factors.values())).g.permute(3, 0, 1, 2)
+        seeds, batch = some.shape[:2]
+        room = max(FEWEST_ROWS, min(self.size, MOST_ROWS), seeds * batch)
         alike = not self._parts or factors.keys() == self._parts[0].factors.keys()
-        if self._count + seeds * batch > len(self._room) or not alike:
+        if not alike or self._count + seeds * batch > room or len(self._room) == 0:
             self._multiply()
-        if seeds * batch > len(self._room):
-            room = max(FEWEST_ROWS, min(self.size, MOST_ROWS), seeds * batch)
-            self._room = parts[0].new_empty(room, self.size)
-        place = self._room[self._count : self._count + seeds * batch].view(seeds, batch, self.size)
-        torch.cat(parts, -1, out=place)
+        count, columns = self._count + seeds * batch, sum(part.shape[-1] for part in rows)
+        if len(self._room) < count or self._room.shape[1] != columns:
+            self._room = some.new_empty(room, columns)
+        place = self._room[count - seeds * batch : count].view(seeds, batch, columns)
+        if rows:
+            torch.cat(rows, -1, out=place)
         self._parts.append(_Part(place, factors))
-        self._count += seeds * batch
 
     def settle(self) -> None:
         """Multiply what waits, if it is much, and take no more memory than what is left."""
         if self._multiplied or self._count > FEW * self.size:
             self._multiply()
-        self._room = self._room[: self._count].clone()
-        self._parts = [_Part(self._room[:, None], {})] if self._count else []
+        rows = [part.whole(self._spans, self._plain) for part in self._parts]
+        self._room = torch.empty(0, 0)
+        self._parts = [_Part(torch.cat(rows)[:, None], {})] if rows else []
 
     def load(self, matrix: Tensor) -> None:
         """Begin again from this sum."""
-        self._total, self._count, self._parts = matrix, 0, []
+        self._total, self._parts = matrix, []
         self._multiplied = self._mirrored = True
 
     @property
     def rows(self) -> Tensor | None:
-        """All rows, float64, where they are few beside the weights; else None."""
-        return None if self._multiplied or self._count == 0 else self._room[: self._count].double()
+        """All rows, float64, where they are few beside the weights; else None. To be asked for when settled."""
+        return None if self._multiplied or not self._parts else self._parts[0].rows[:, 0].double()
 
     @property
     def lower(self) -> Tensor:
@@ -124,72 +142,81 @@ class Gram:
         return self._total
 
     def _multiply(self) -> None:
-        """Add what the waiting rows say to the lower triangle."""
-        if self._count == 0:
+        """Add what waits to the lower triangle."""
+        if not self._parts:
             return
-        factored = sorted(self._parts[0].factors, key=lambda site: len(self._parts[0].factors[site].a))
-        plain = [span for site, span in enumerate(self._spans) if site not in factored]
-        self._add_plain(_joined(plain))
+        plain, first = self._plain, self._parts[0].factors
+        self._add_plain(plain)
+        factored = sorted(first, key=lambda site: first[site].a.shape[1])
         for place, site in enumerate(factored):
-            others = plain + [self._spans[later] for later in factored[place + 1 :]]
-            self._add_factored(site, _joined(sorted(others)))
-        self._count, self._parts = 0, []
+            self._add_factored(site, plain, factored[place + 1 :])
+        self._parts = []
         self._multiplied, self._mirrored = True, False
 
-    def _add_plain(self, spans: Sequence[Span]) -> None:
+    def _columns(self, plain: Sequence[int]) -> list[tuple[Span, int]]:
+        """Where the columns of plain sites belong, neighbours as one span, and where each span begins among them."""
+        found: list[tuple[Span, int]] = []
+        place = 0
+        for start, stop in (self._spans[site] for site in plain):
+            if found and found[-1][0][1] == start:
+                found[-1] = ((found[-1][0][0], stop), found[-1][1])
+            else:
+                found.append(((start, stop), place))
+            place += stop - start
+        return found
+
+    def _add_plain(self, plain: Sequence[int]) -> None:
         """Products of rows with rows, in strips, each still in the cache when it is added."""
-        rows = self._room[: self._count]
-        for number, span in enumerate(spans):
-            for start, stop in strips(*span):
-                for first, last in (*spans[:number], (span[0], stop)):
-                    left, right = rows[:, start:stop].mT, rows[:, first:last]
-                    total = self._total[start:stop, first:last]
+        rows = self._parts[0].rows.flatten(0, 1) if len(self._parts) == 1 else self._room[: self._count]
+        columns = self._columns(plain)
+        for number, ((begin, end), place) in enumerate(columns):
+            for start, stop in strips(begin, end):
+                left = rows[:, place + start - begin : place + stop - begin].mT
+                before = [(first, last, other) for (first, last), other in columns[:number]]
+                for first, last, other in (*before, (begin, stop, place)):
+                    right, total = rows[:, other : other + last - first], self._total[start:stop, first:last]
                     if rows.dtype == total.dtype:
                         torch.addmm(total, left, right, out=total)
                     else:
                         total += left @ right
 
-    def _add_factored(self, site: int, others: Sequence[Span]) -> None:
-        """Products of a site's rows with themselves and those of others, by its factors."""
+    def _add_factored(self, site: int, plain: Sequence[int], others: Sequence[int]) -> None:
+        """Products of a site's rows, by its factors, with themselves, other such sites' rows, and plain columns."""
         begin, end = self._spans[site]
-        a = torch.cat([part.factors[site].a for part in self._parts]).mT
+        own = [part.factors[site] for part in self._parts]
+        a = torch.cat([factors.a.flatten(0, 1) for factors in own]).mT
         inputs, outputs = a.shape[0], (end - begin) // a.shape[0]
         width = max(1, CHUNK_BYTES // (a.shape[1] * outputs * a.element_size()))
 
-        def products(first: int, start: int, stop: int) -> Tensor:
-            """Of the outputs from the first on with some columns, (outputs, inputs, columns)."""
+        def add(first: int, start: int, stop: int, rows: Iterable[Tensor]) -> None:
+            """The outputs from the first on with columns from start to stop, of which each part has rows (b, M, c)."""
             inner = a.new_empty(a.shape[1], (outputs - first) * (stop - start))
-            lengths = [len(part.factors[site].a) for part in self._parts]
-            for part, place in zip(self._parts, torch.split(inner, lengths), strict=True):
-                part.inner(site, slice(first, None), slice(start, stop), place)
-            found = a @ inner
-            return found.view(inputs, outputs - first, stop - start).transpose(0, 1)
+            lengths = [factors.a.shape[:2].numel() for factors in own]
+            for factors, right, place in zip(own, rows, torch.split(inner, lengths), strict=True):
+                torch.bmm(factors.g[:, :, first:].flatten(1, 2), right, out=place.view(len(right), -1, stop - start))
+            found = (a @ inner).view(inputs, outputs - first, stop - start).transpose(0, 1)
+            top = begin + first * inputs
+            place = self._total[top:end, start:stop] if start <= top else self._total[start:stop, top:end].mT
+            place.view(outputs - first, inputs, stop - start).add_(found)
 
-        for start, stop in strips(begin, end, inputs * max(1, width // inputs)):
-            first = (start - begin) // inputs
-            self._total[start:end, start:stop].view(-1, inputs, stop - start).add_(products(first, start, stop))
-        for span in others:
-            for start, stop in strips(*span, width):
-                before = start < begin
-                place = self._total[begin:end, start:stop] if before else self._total[start:stop, begin:end].mT
-                place.view(-1, inputs, stop - start).add_(products(0, start, stop))
+        for other in (site, *others):
+            base, final = self._spans[other]
+            each = [part.factors[other] for part in self._parts]
+            step = each[0].a.shape[2]
+            for start, stop in strips(base, final, step * max(1, width // step)):
+                chosen = slice((start - base) // step, (stop - base) // step)
+                first = chosen.start if other == site else 0
+                add(first, start, stop, (factors.rows(chosen) for factors in each))
+        for (base, final), place in self._columns(plain):
+            for start, stop in strips(base, final, width):
+                seen = slice(place + start - base, place + stop - base)
+                add(0, start, stop, (part.rows[:, :, seen].transpose(0, 1) for part in self._parts))
 
 
 def strips(start: int, stop: int, width: int | None = None) -> Iterator[Span]:
     """A span in pieces of this width, STRIP by default, but for the last."""
     width = width or STRIP
     return ((first, min(first + width, stop)) for first in range(start, stop, width))
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Neighbours as one."""
-    found: list[Span] = []
-    for start, stop in spans:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return found
 
 
 def _factors(contribution: Contribution) -> _Factors | None:
@@ -199,10 +226,10 @@ def _factors(contribution: Contribution) -> _Factors | None:
     _, seeds, _, positions, _ = contribution.g.shape
     if seeds <= positions:
         return None
-    a = contribution.inputs()[0].flatten(0, 1).detach()
-    inputs = a.shape[1] + int(contribution.bias)
+    a = contribution.inputs()[0].detach()
+    inputs = a.shape[2] + int(contribution.bias)
     if positions * (inputs + INNER_COST * seeds) >= seeds * inputs:
         return None
     if contribution.bias:
-        a = torch.cat([a, a.new_ones(len(a), 1)], 1)
+        a = torch.cat([a, a.new_ones(*a.shape[:2], 1)], 2)
     return _Factors(contribution.g[0].detach().permute(1, 2, 3, 0).contiguous(), a)
