@@ -114,6 +114,12 @@ def test_factor_squares_to_the_hessian(name: str) -> None:
     close(s @ s.mT, hessian(case, case.y), 1e-11)
 
 
+def test_columns_of_softmax_factors_lie_one_after_another() -> None:
+    """They go back through the network as seeds: another order in memory is a copy of them all."""
+    s = Categorical().factor(torch.randn(5, 2, 4), torch.zeros(5, 2, dtype=torch.long))
+    assert s.movedim(-1, 0).is_contiguous()
+
+
 def test_factor_of_heteroscedastic_noise_squares_to_the_expected_hessian() -> None:
     """The Hessian is quadratic in y, so three Gauss-Hermite nodes per target give its expectation exactly."""
     case = CASES["heteroscedastic"]

@@ -160,7 +160,7 @@ class Categorical(Likelihood):
         above = sums[..., :-1]
         root = (p[..., 1:] * above / sums[..., 1:]).sqrt()
         # column after column in memory: they go back through the network one by one, or as one matrix
-        scale = (root / (LIFT * above.clamp(min=SMALLEST_SUM))).to(f.dtype).movedim(-1, 0).unsqueeze(-1)
+        scale = (root / (LIFT * above.clamp(min=SMALLEST_SUM))).to(f.dtype).movedim(-1, 0).contiguous().unsqueeze(-1)
         s = (LIFT * p).to(f.dtype) * scale
         s.mul_(_above(f.shape[-1], f.dtype, f.device))
         s[..., 1:].diagonal(dim1=0, dim2=-1).copy_(root)
