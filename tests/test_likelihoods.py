@@ -114,6 +114,12 @@ def test_factor_squares_to_the_hessian(name: str) -> None:
     close(s @ s.mT, hessian(case, case.y), 1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_softmax_factors_of_half_precision_are_rounded_ones(dtype: torch.dtype) -> None:
+    f, y = torch.randn(5, 2, 4).to(dtype), torch.zeros(5, 2, dtype=torch.long)
+    torch.testing.assert_close(Categorical().factor(f, y), Categorical().factor(f.double(), y).to(dtype))
+
+
 def test_columns_of_softmax_factors_lie_one_after_another() -> None:
     """They go back through the network as seeds: another order in memory is a copy of them all."""
     s = Categorical().factor(torch.randn(5, 2, 4), torch.zeros(5, 2, dtype=torch.long))

@@ -123,8 +123,10 @@ def _add(
         return
     record.keep_inputs = curvature.forms_jacobian
     at_once = seeds_at_once(curvature, len(batch), work)
-    if not record.batched():  # one by one: collected only for wider products
-        at_once = 1 if not curvature.forms_jacobian else at_once if curvature.rows else min(at_once, COLLECTED_SEEDS)
+    if not record.batched() and not curvature.forms_jacobian:
+        at_once = 1
+    elif not record.batched() and not curvature.rows:  # one by one: collected only for wider products
+        at_once = min(at_once, COLLECTED_SEEDS)
     for number, seeds in enumerate(_seeds(curvature, likelihood, f, targets, generator, at_once)):
         _accumulate(curvature, record, seeds.detach(), first=number == 0)  # sums have no graph, though a noise may
 

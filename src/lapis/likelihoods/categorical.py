@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -159,12 +159,13 @@ class Categorical(Likelihood):
         sums = p.cumsum(-1).clamp(min=torch.finfo(p.dtype).tiny)
         above = sums[..., :-1]
         root = (p[..., 1:] * above / sums[..., 1:]).sqrt()
+        wide = torch.promote_types(f.dtype, torch.float32)
         # column after column in memory: they go back through the network one by one, or as one matrix
-        scale = (root / (LIFT * above.clamp(min=SMALLEST_SUM))).to(f.dtype).movedim(-1, 0).contiguous().unsqueeze(-1)
-        s = (LIFT * p).to(f.dtype) * scale
-        s.mul_(_above(f.shape[-1], f.dtype, f.device))
+        scale = (root / (LIFT * above.clamp(min=SMALLEST_SUM))).to(wide).movedim(-1, 0).contiguous().unsqueeze(-1)
+        s = (LIFT * p).to(wide) * scale
+        s.mul_(_above(f.shape[-1], wide, f.device))
         s[..., 1:].diagonal(dim1=0, dim2=-1).copy_(root)
-        s = s.movedim(0, -1)
+        s = s.to(f.dtype).movedim(0, -1)
         if y.is_floating_point() or bool((counts := self._counts(y)).all()):
             return s
         return s.masked_fill_(~counts[..., None, None], 0.0)
@@ -203,7 +204,7 @@ class Categorical(Likelihood):
         return torch.where(self._counts(y).unsqueeze(-1), gradient, 0.0)
 
 
-@cache
+@lru_cache(maxsize=8)
 def _above(classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """For the columns 2 .. C, (C - 1, 1, 1, C): -1 above the diagonal, 0 elsewhere."""
     return -torch.ones(classes - 1, classes, dtype=dtype, device=device).tril()[:, None, None]
