@@ -593,9 +593,24 @@ def test_the_model_is_exactly_as_found(name: str) -> None:
     assert calls
 
 
-def test_a_network_that_rewrites_its_weights_is_not_changed() -> None:
+class Shortened(nn.Module):
+    """Looks rows up by the function, with a norm that belongs to the class."""
+
+    max_norm = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.last = nn.Parameter(torch.randn(5, 3, dtype=F64)), nn.Linear(6, 2, dtype=F64)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.last(nn.functional.embedding(index, self.rows, max_norm=self.max_norm).flatten(1))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_network_that_rewrites_its_weights_is_not_changed(own: bool) -> None:
     """An embedding with max_norm rescales its rows whenever it is called: put back, or refused."""
-    model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Flatten(), nn.Linear(6, 2)).to(F64)
+    plain = nn.Sequential(nn.Embedding(5, 3, max_norm=0.5), nn.Flatten(), nn.Linear(6, 2)).to(F64)
+    model = Shortened() if own else plain
     before = {key: value.clone() for key, value in model.state_dict().items()}
     data = [(torch.tensor([[0, 1], [2, 3], [4, 0]]), torch.zeros(3, 2, dtype=F64))]
     with contextlib.suppress(LapisError):

@@ -313,7 +313,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     rewritten = [  # embeddings with max_norm shorten their rows whenever these are looked up
         (parameter, parameter.detach().clone())
         for submodule in submodules
-        if vars(submodule).get("max_norm") is not None
+        # not by getattr, which is slow where a module has no such attribute
+        if vars(submodule).get("max_norm", getattr(type(submodule), "max_norm", None)) is not None
         for parameter in submodule.parameters(recurse=False)
     ]
     try:
