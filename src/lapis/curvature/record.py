@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lapis.batches import Inputs
 from lapis.curvature.axes import close
+from lapis.curvature.chain import Step, find_chain, send_back
 from lapis.curvature.contributions import Contribution, Lookup, Outer, Rows
 from lapis.curvature.layers import Call, LookupUse, OuterUse, RowsUse, Use
 from lapis.curvature.sites import Site, Slot
@@ -49,6 +51,11 @@ class Record:
     def __len__(self) -> int:
         return self.f.shape[0]
 
+    @cached_property
+    def _chain(self) -> list[Step] | None:
+        """The way back for many seeds at once, where the network is a chain."""
+        return find_chain(self.f, self.calls)
+
     def batched(self) -> bool:
         """Whether to send all seeds back at once: it wins where layers are matrix products, loses on convolutions."""
         return self.tape.batchable and not any("conv" in getattr(call.function, "__name__", "") for call in self.calls)
@@ -59,6 +66,8 @@ class Record:
             return {}
         edges = [call.edge for call in self.calls]
         if len(seeds) > 1 and self.batched():
+            if self._chain is not None:
+                return self._by_call(send_back(self._chain, seeds), len(seeds))
             batched = self._batched_gradients(edges, seeds)
             if batched is not None:
                 return self._by_call(batched, len(seeds))
@@ -101,9 +110,10 @@ class Record:
         return found
 
     def _by_call(self, found: Sequence[Tensor | None], seeds: int) -> dict[int, Tensor]:
+        shapes = [(seeds, *call.output_shape) for call in self.calls]
         return {
-            id(call): self.f.new_zeros(seeds, *call.output_shape) if gradient is None else gradient
-            for call, gradient in zip(self.calls, found, strict=True)
+            id(call): self.f.new_zeros(shape) if gradient is None else gradient.reshape(shape)
+            for call, gradient, shape in zip(self.calls, found, shapes, strict=True)
         }
 
     def contributions(self, seeds: Tensor, sites: Sequence[Site] | None = None) -> list[Contribution]:
