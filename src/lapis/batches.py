@@ -278,7 +278,7 @@ def digest(inputs: Inputs, targets: Tensor) -> int:
     length = targets.shape[0]
     parts = [_some(tensor.detach().reshape(length, -1)).float() for tensor in (*tensors_in(inputs), targets)]
     # in numpy, whose operations on small arrays cost less than torch's; zeros have no sign
-    bits = (torch.cat(parts, 1).cpu().numpy() + np.float32(0)).view(np.int32)
+    bits = (np.concatenate([part.cpu().numpy() for part in parts], 1) + np.float32(0)).view(np.int32)
     return int(_mixed((bits + np.int64(1)) @ _places(bits.shape[1])).sum()) % 2**64
 
 

@@ -48,7 +48,7 @@ def find_chain(f: Tensor, calls: Sequence[Call]) -> list[Step] | None:
     places = {call.edge.node: place for place, call in enumerate(calls)}
     node: Any = f.grad_fn
     while node is not None and node.name() in RESHAPES:
-        node = _only(node)
+        ((node, _),) = node.next_functions
     chain: list[Step] = []
     rows = 0
     while node is not None and node.name() in PRODUCTS:
@@ -64,7 +64,7 @@ def find_chain(f: Tensor, calls: Sequence[Call]) -> list[Step] | None:
         rows = rows or f.numel() // matrix.shape[0]
         while node is not None and node.name() in ELEMENTWISE:
             slope = node(f.new_ones(()).expand(rows, matrix.shape[1]) if slope is None else slope)
-            node = _only(node)
+            ((node, _),) = node.next_functions
         chain.append(Step(call, matrix, slope))
     return None
 
@@ -82,12 +82,6 @@ def send_back(chain: list[Step], seeds: Tensor) -> list[Tensor]:
         if slope is not None:
             g.view(-1, *slope.shape).mul_(slope)
     return [found[call] for call in sorted(found)]
-
-
-def _only(node: Any) -> Any:
-    """The one node before; None where there are several."""
-    before = [other for other, _ in node.next_functions if other is not None]
-    return before[0] if len(before) == 1 else None
 
 
 def _is_leaf(node: Any) -> bool:

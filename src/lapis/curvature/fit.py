@@ -132,10 +132,13 @@ def _add(
 
 
 def _accumulate(curvature: Curvature, record: Record, seeds: Tensor, first: bool) -> None:
-    """What some seeds add; their gradients are gone when the next ones are asked for."""
-    contributions = record.contributions(seeds)
-    for block, places in zip(curvature.blocks, curvature.places, strict=True):
-        block.accumulate([contributions[place] for place in places], first=first)
+    """What some seeds add; their gradients are gone when the next ones are asked for.
+
+    The layers nearest to the output come first: the largest, which are mostly the first ones, then work alone.
+    """
+    contributions = dict(enumerate(record.contributions(seeds)))
+    for block, places in zip(reversed(curvature.blocks), reversed(curvature.places), strict=True):
+        block.accumulate([contributions.pop(place) for place in places], first=first)
 
 
 def _bytes(curvature: Curvature, summing: bool) -> tuple[int, int]:

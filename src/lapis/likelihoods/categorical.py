@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from lapis.errors import DataError, LikelihoodError, OptionError
 from lapis.likelihoods._draws import on_generator
@@ -89,6 +90,8 @@ class Categorical(Likelihood):
                 do="pass one class per position, or one-hot rows as floating-point numbers",
             )
         y, indices = y.long(), indices.long()
+        if not y.numel() or all(0 <= int(bound) < f.shape[-1] for bound in y.aminmax()):
+            return indices
         bad = (y < 0) | (y >= f.shape[-1])
         if self.ignore_index is not None:
             bad &= y != self.ignore_index
@@ -141,6 +144,12 @@ class Categorical(Likelihood):
         chosen = log_p.gather(-1, self._safe(y).unsqueeze(-1)).squeeze(-1)
         return torch.where(self._counts(y), -chosen, 0.0)
 
+    def statistics(self, f: Tensor, y: Tensor) -> Tensor:
+        if y.is_floating_point():
+            return super().statistics(f, y)
+        rows, ignored = f.detach().double().flatten(0, 1), -1 if self.ignore_index is None else self.ignore_index
+        return -cross_entropy(rows, y.flatten(), ignore_index=ignored, reduction="sum").reshape(1)  # in one go
+
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """softmax(f) - y."""
         p = f.softmax(-1)
@@ -155,8 +164,8 @@ class Categorical(Likelihood):
         -p_i d_j / r_{j-1}. Sums and roots are float64, and what is multiplied is brought to about the same size first:
         for networks that are nearly sure float32 cannot hold p, but S.
         """
-        p = f.double().softmax(-1)
-        sums = p.cumsum(-1).clamp(min=torch.finfo(p.dtype).tiny)
+        p = f.softmax(-1, dtype=torch.float64)
+        sums = p.cumsum(-1).clamp_(min=torch.finfo(p.dtype).tiny)
         above = sums[..., :-1]
         root = (p[..., 1:] * above / sums[..., 1:]).sqrt()
         wide = torch.promote_types(f.dtype, torch.float32)
