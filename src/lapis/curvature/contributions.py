@@ -21,6 +21,9 @@ from lapis.curvature.products import add_half_gram
 CHUNK_BYTES = 16 * 2**20
 """Largest explicit piece of a Jacobian held while contracting it; about the size of a last-level cache."""
 
+SMALL = 2**16
+"""Entries up to which a copy costs less than going over them seed by seed."""
+
 NARROW = 64
 """Up to this many channels, small products an image beat one product of a transposed copy."""
 
@@ -205,7 +208,9 @@ class Outer:
 
 
 def _squares(g: Tensor) -> Tensor:
-    """The sum over seeds of g^2 for g (M, ...), without a copy of g."""
+    """The sum over seeds of g^2 for g (M, ...), without a copy of g where it is large."""
+    if g.numel() <= SMALL:
+        return g.square().sum(0)
     total = g[0].square()
     for seed in range(1, len(g)):
         total.addcmul_(g[seed], g[seed])

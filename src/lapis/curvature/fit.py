@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -53,16 +54,16 @@ class Curvature:
         index = {id(site): i for i, site in enumerate(self.tape.sites)}
         self.places = [[index[id(site)] for site in block.sites] for block in self.blocks]
 
-    @property
+    @cached_property
     def forms_jacobian(self) -> bool:
         return any(block.forms_jacobian for block in self._of_matrices)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Weights of blocks that take all of an example's seeds as rows of J."""
         return sum(block.size for block in self.blocks if block.takes_rows)
 
-    @property
+    @cached_property
     def sums_moments(self) -> bool:
         """Whether sums need no more of what layers take in than its second moments, position by position."""
         return all(isinstance(block, KroneckerBlock) and block.sharing == "expand" for block in self._of_matrices)
