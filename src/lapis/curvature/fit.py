@@ -29,7 +29,12 @@ WORK_BYTES = 64 * 2**20
 """Working memory that one pass aims at, when the budget allows it."""
 
 COLLECTED_SEEDS = 3
-"""Seeds that go back one by one are multiplied with the layers' inputs so many at a time."""
+"""Seeds that go back one by one are multiplied with the layers' inputs so many at a time,"""
+
+TOGETHER_BYTES, TOGETHER = 32 * 2**20, 32
+"""unless all seeds of at least so many examples fit in so many bytes: then what layers take in is made once, and one
+layer's at a time.
+"""
 
 
 @dataclass
@@ -94,7 +99,7 @@ def accumulate(
     work = min(WORK_BYTES, memory_budget)
     with network.prepared():
         for batch in track(stream, "curvature", total, progress):
-            for part in batch.split(examples_at_once(curvature, 1, work, summing=True)):
+            for part in batch.split(_part(curvature, work)):
                 _add(curvature, network, likelihood, part, generator, work)
     for block in curvature.blocks:
         block.settle()
@@ -127,7 +132,10 @@ def _add(
     if not record.batched() and not curvature.forms_jacobian:
         at_once = 1
     elif not record.batched() and not curvature.rows:  # one by one: collected only for wider products
-        at_once = min(at_once, COLLECTED_SEEDS)
+        if f.shape[1] == 1 and len(batch) <= _examples_together(curvature, work):
+            at_once, record.keep_inputs = curvature.outputs, False
+        else:
+            at_once = min(at_once, COLLECTED_SEEDS)
     for number, seeds in enumerate(_seeds(curvature, likelihood, f, targets, generator, at_once)):
         _accumulate(curvature, record, seeds.detach(), first=number == 0)  # sums have no graph, though a noise may
 
@@ -140,6 +148,22 @@ def _accumulate(curvature: Curvature, record: Record, seeds: Tensor, first: bool
     contributions = dict(enumerate(record.contributions(seeds)))
     for block, places in zip(reversed(curvature.blocks), reversed(curvature.places), strict=True):
         block.accumulate([contributions.pop(place) for place in places], first=first)
+
+
+def _part(curvature: Curvature, work: int) -> int:
+    """How many examples of a batch to take at once."""
+    most = examples_at_once(curvature, 1, work, summing=True)
+    together = _examples_together(curvature, work)
+    return min(most, together) if curvature.tape.looped and together >= TOGETHER else most
+
+
+def _examples_together(curvature: Curvature, work: int) -> int:
+    """Of how many examples all seeds can be collected, if no layer's inputs are kept; 0 where that is not worth it."""
+    if not curvature.forms_jacobian or curvature.rows:
+        return 0
+    sizes = curvature.tape.example_bytes
+    each = 2 * (sizes.most + sizes.gradients) + curvature.outputs * sizes.gradients
+    return min(work, TOGETHER_BYTES) // max(1, each)
 
 
 def _bytes(curvature: Curvature, summing: bool) -> tuple[int, int]:

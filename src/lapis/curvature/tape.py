@@ -53,6 +53,8 @@ class Tape:
         self.before: Mapping[Any, Places] = {}
         """The same of an earlier tape of the same module."""
         self.batchable = True
+        self.looped = False
+        """Whether seeds were seen to go back one by one."""
         self.proven: set[torch.Size] = set()
         """Numbers of seeds and examples for which sending all seeds back at once was checked."""
         self.ahead: Record | None = None
