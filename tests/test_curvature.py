@@ -708,23 +708,25 @@ def test_dense_curvature_by_factors_of_layers_at_few_positions_is_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("together", "expected"),
+    ("together", "curvature", "expected"),
     [
-        ({}, [(5, 8)]),
-        ({"TOGETHER_BYTES": 0}, [(3, 8), (2, 8)]),
-        ({"TOGETHER_BYTES": 25_000, "TOGETHER": 1}, [(5, 4), (5, 4)]),
-        ({"TOGETHER_BYTES": 25_000, "TOGETHER": 8}, [(3, 8), (2, 8)]),
+        ({}, "exact", [(5, 8)]),
+        ({"TOGETHER_BYTES": 0}, "exact", [(3, 8), (2, 8)]),
+        ({"TOGETHER_BYTES": 25_000, "TOGETHER": 1}, "exact", [(5, 4), (5, 4)]),
+        ({"TOGETHER_BYTES": 25_000, "TOGETHER": 8}, "exact", [(3, 8), (2, 8)]),
+        ({"TOGETHER_BYTES": 25_000, "TOGETHER": 1}, "empirical", [(1, 8)]),
     ],
-    ids=["all together", "a few at a time", "all together in parts", "parts too small"],
+    ids=["all together", "a few at a time", "all together in parts", "parts too small", "one seed"],
 )
 def test_seeds_through_convolutions_are_collected(
-    together: dict[str, int], expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    together: dict[str, int], curvature: str, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seeds and examples that go together, by the memory that they need; the sums are the same."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 6)).double()
     data = (torch.randn(8, 1, 6, 6, dtype=F64), torch.arange(8) % 6)
-    precision = PRIOR + reference.ggn(model, *data, categorical()).diagonal()
+    truth = {"exact": reference.ggn, "empirical": reference.empirical_fisher}[curvature]
+    precision = PRIOR + truth(model, *data, categorical()).diagonal()
     seen: list[tuple[int, int]] = []
     original = Record.contributions
 
@@ -736,6 +738,7 @@ def test_seeds_through_convolutions_are_collected(
     monkeypatch.setattr(Record, "contributions", contributions)
     for name, value in together.items():
         monkeypatch.setattr(f"lapis.curvature.fit.{name}", value)
-    posterior = lapis.laplace(model, data, "classification", structure="diagonal", prior=PRIOR)
+    options = {"structure": "diagonal", "curvature": curvature, "prior": PRIOR}
+    posterior = lapis.laplace(model, data, "classification", **options)
     assert seen == expected
     assert relative_error(1 / posterior.marginal_variance(), precision) < 1e-9

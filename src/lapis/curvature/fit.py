@@ -158,8 +158,8 @@ def _part(curvature: Curvature, work: int) -> int:
 
 
 def _examples_together(curvature: Curvature, work: int) -> int:
-    """Of how many examples all seeds can be collected, if no layer's inputs are kept; 0 where that is not worth it."""
-    if not curvature.forms_jacobian or curvature.rows:
+    """Of how many examples all seeds can be collected, if no layer's inputs are kept; 0 where that does not pay."""
+    if curvature.kind != "ggn" or not curvature.forms_jacobian or curvature.rows:
         return 0
     sizes = curvature.tape.example_bytes
     each = 2 * (sizes.most + sizes.gradients) + curvature.outputs * sizes.gradients
