@@ -161,16 +161,18 @@ def _examples_together(curvature: Curvature, work: int) -> int:
     """Of how many examples all seeds can be collected, if no layer's inputs are kept; 0 where that does not pay."""
     if curvature.kind != "ggn" or not curvature.forms_jacobian or curvature.rows:
         return 0
-    sizes = curvature.tape.example_bytes
-    each = 2 * (sizes.most + sizes.gradients) + curvature.outputs * sizes.gradients
-    return min(work, TOGETHER_BYTES) // max(1, each)
+    fixed, each = _bytes(curvature, summing=True, kept=False)
+    return min(work, TOGETHER_BYTES) // max(1, fixed + curvature.outputs * each)
 
 
-def _bytes(curvature: Curvature, summing: bool) -> tuple[int, int]:
-    """Working memory for an example: independent of seeds, and for each seed."""
+def _bytes(curvature: Curvature, summing: bool, kept: bool = True) -> tuple[int, int]:
+    """Working memory for an example: independent of seeds, and for each seed.
+
+    `kept`: what layers take in is kept for more seeds, if seeds are multiplied with it.
+    """
     sizes = curvature.tape.example_bytes
     inputs = sizes.summed if summing and curvature.sums_moments else sizes.most
-    if curvature.forms_jacobian:
+    if kept and curvature.forms_jacobian:
         inputs = sizes.inputs
     # outputs of layers, before and after what follows them, are about as large as gradients
     return 2 * (inputs + sizes.gradients), sizes.gradients + curvature.rows * curvature.tape.network.dtype.itemsize

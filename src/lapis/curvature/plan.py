@@ -67,7 +67,6 @@ def plan(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs) 
     elif whole_batch and not known.general:
         tape.ahead = record
     tape.general, tape.sites, tape.example_bytes = known.general, known.sites, known.example_bytes
-    tape.looped = not record.batched()
     return tape, record.f.detach()
 
 

@@ -54,7 +54,7 @@ class Tape:
         """The same of an earlier tape of the same module."""
         self.batchable = True
         self.looped = False
-        """Whether seeds were seen to go back one by one."""
+        """Whether the seeds of the latest record go back one by one."""
         self.proven: set[torch.Size] = set()
         """Numbers of seeds and examples for which sending all seeds back at once was checked."""
         self.ahead: Record | None = None
@@ -87,6 +87,7 @@ class Tape:
             ]
             trace = ([call.key for call in recorder.calls], axes, shapes, f.dtype, frozenset(lost))
         record = Record(self, inputs, raw.shape, f, uses, lost, trace)
+        self.looped = not record.batched()
         if self.sites and (recorder.picks or not self.trusted):  # rules are proven for sites read from a file, too
             unexplained = record.unexplained(self.sites)
             record.lost |= unexplained
