@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,18 +50,15 @@ def patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], group
 
 
 def _unfolded(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
-    """The same as (K, I, N, T)."""
+    """The same as (K, I, N, T): one copy of a view in which neighbouring patches share memory."""
     sizes = [axis.positions(length) for axis, length in zip(axes, x.shape[2:], strict=True)]
     if any(axis.before or axis.after for axis in axes):
         x = F.pad(x, [width for axis in reversed(axes) for width in (axis.before, axis.after)])
-    laid = x.new_empty(x.shape[1], *(axis.kernel for axis in axes), x.shape[0], *sizes)
-    for tap in itertools.product(*(range(axis.kernel) for axis in axes)):
-        window = tuple(
-            slice(t * axis.dilation, t * axis.dilation + (size - 1) * axis.stride + 1, axis.stride)
-            for t, axis, size in zip(tap, axes, sizes, strict=True)
-        )
-        _at(laid, 1, tap).copy_(_at(x, 2, window).transpose(0, 1))
-    return laid.reshape(groups, -1, x.shape[0], count(sizes))
+    image, channel, *steps = x.stride()
+    taps = [step * axis.dilation for step, axis in zip(steps, axes, strict=True)]
+    moves = [step * axis.stride for step, axis in zip(steps, axes, strict=True)]
+    shape = (x.shape[1], *(axis.kernel for axis in axes), x.shape[0], *sizes)
+    return x.as_strided(shape, (channel, *taps, image, *moves)).reshape(groups, -1, x.shape[0], count(sizes))
 
 
 def transposed_patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], groups: int) -> Tensor:
@@ -131,12 +127,6 @@ def add_patch_moment(total: Tensor, x: Tensor, kernel: tuple[int, ...], argument
         seen = u.sum(-1).unfold(2, outputs, 1).sum(-1).view(groups, *shape[::2], taps)
         total[:, -1, :width] += seen.transpose(2, 3).flatten(1)
         total[:, -1, -1] += outputs * u.shape[-1]
-
-
-def _at(tensor: Tensor, dim: int, places: Sequence[int | slice]) -> Tensor:
-    """tensor[..., *places] with the places starting at axis `dim`."""
-    index: tuple[Any, ...] = (slice(None),) * dim + tuple(places)
-    return tensor[index]
 
 
 def _tuple(value: Any, n: int) -> tuple[int, ...]:
