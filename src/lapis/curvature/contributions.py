@@ -193,11 +193,13 @@ class Outer:
     def add_gradient_moment(self, total: Tensor) -> None:
         """Add the lower triangle of the sum over seeds, examples and positions of g g^T to `total` (K, O, O)."""
         channels_first = self.g.stride(-2) == 1 and self.g.shape[-2] > 1
+        examples_first = self.g.stride(1) < self.g.stride(2)
+        images = (self.g.transpose(1, 2) if examples_first else self.g).flatten(1, 2)  # as they lie in memory
         if channels_first and self.g.shape[-1] <= NARROW:
-            for group, images in enumerate(self.g.flatten(1, 2)):
-                total[group] += torch.bmm(images.mT, images).sum(0)
+            for group, each in enumerate(images):
+                total[group] += torch.bmm(each.mT, each).sum(0)
             return
-        every = self.g.flatten(1, 3)
+        every = images.flatten(1, 2)
         for group in range(len(every)):
             add_half_gram(total[group], every[group])
 
@@ -211,9 +213,10 @@ def _squares(g: Tensor) -> Tensor:
     """The sum over seeds of g^2 for g (M, ...), without a copy of g where it is large."""
     if g.numel() <= SMALL:
         return g.square().sum(0)
-    total = g[0].square()
-    for seed in range(1, len(g)):
-        total.addcmul_(g[seed], g[seed])
+    first, *others = g.unbind()
+    total = first.square()
+    for each in others:
+        total.addcmul_(each, each)
     return total
 
 

@@ -29,7 +29,7 @@ WORK_BYTES = 64 * 2**20
 """Working memory that one pass aims at, when the budget allows it."""
 
 COLLECTED_SEEDS = 3
-"""Seeds that go back one by one are multiplied with the layers' inputs so many at a time,"""
+"""So many seeds of convolution networks go back along a chain or are multiplied with what layers take in, at a time,"""
 
 TOGETHER_BYTES, TOGETHER = 32 * 2**20, 32
 """unless all seeds of at least so many examples fit in so many bytes: then what layers take in is made once, and one
@@ -129,13 +129,13 @@ def _add(
         return
     record.keep_inputs = curvature.forms_jacobian
     at_once = seeds_at_once(curvature, len(batch), work)
-    if not record.batched() and not curvature.forms_jacobian:
-        at_once = 1
-    elif not record.batched() and not curvature.rows:  # one by one: collected only for wider products
+    if record.way != "together" and not curvature.rows:
         if f.shape[1] == 1 and len(batch) <= _examples_together(curvature, work):
             at_once, record.keep_inputs = curvature.outputs, False
-        else:
+        elif record.way == "along the chain" or curvature.forms_jacobian:
             at_once = min(at_once, COLLECTED_SEEDS)
+        else:
+            at_once = 1
     for number, seeds in enumerate(_seeds(curvature, likelihood, f, targets, generator, at_once)):
         _accumulate(curvature, record, seeds.detach(), first=number == 0)  # sums have no graph, though a noise may
 
@@ -154,7 +154,7 @@ def _part(curvature: Curvature, work: int) -> int:
     """How many examples of a batch to take at once."""
     most = examples_at_once(curvature, 1, work, summing=True)
     together = _examples_together(curvature, work)
-    return min(most, together) if curvature.tape.looped and together >= TOGETHER else most
+    return min(most, together) if curvature.tape.way != "together" and together >= TOGETHER else most
 
 
 def _examples_together(curvature: Curvature, work: int) -> int:

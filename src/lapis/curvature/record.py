@@ -6,14 +6,14 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from lapis.batches import Inputs
 from lapis.curvature.axes import close
-from lapis.curvature.chain import Step, find_chain, send_back
+from lapis.curvature.chain import Chain, find_chain
 from lapis.curvature.contributions import Contribution, Lookup, Outer, Rows
 from lapis.curvature.layers import Call, LookupUse, OuterUse, RowsUse, Use
 from lapis.curvature.sites import Site, Slot
@@ -21,6 +21,8 @@ from lapis.network import flat_gradient
 
 if TYPE_CHECKING:
     from lapis.curvature.tape import Tape
+
+Way = Literal["together", "along the chain", "one by one"]
 
 
 class Record:
@@ -52,22 +54,27 @@ class Record:
         return self.f.shape[0]
 
     @cached_property
-    def _chain(self) -> list[Step] | None:
+    def chain(self) -> Chain | None:
         """The way back for many seeds at once, where the network is a chain."""
         return find_chain(self.f, self.calls)
 
-    def batched(self) -> bool:
-        """Whether to send all seeds back at once: it wins where layers are matrix products, loses on convolutions."""
-        return self.tape.batchable and not any("conv" in getattr(call.function, "__name__", "") for call in self.calls)
+    @property
+    def way(self) -> Way:
+        """How seeds go back: many at once wins where layers are matrix products, and loses on convolutions but for
+        chains.
+        """
+        if any("conv" in getattr(call.function, "__name__", "") for call in self.calls):
+            return "one by one" if self.chain is None else "along the chain"
+        return "together" if self.tape.batchable else "one by one"
 
     def gradients(self, seeds: Tensor) -> dict[int, Tensor]:
         """Gradients of sum(seed * f) at each call's output, (M, *output), by id of the call. `seeds`: (M, B, T, C)."""
         if not self.calls:
             return {}
         edges = [call.edge for call in self.calls]
-        if len(seeds) > 1 and self.batched():
-            if self._chain is not None:
-                return self._by_call(send_back(self._chain, seeds), len(seeds))
+        if len(seeds) > 1 and self.way != "one by one":
+            if self.chain is not None:
+                return self._by_call(self.chain.send_back(seeds), len(seeds))
             batched = self._batched_gradients(edges, seeds)
             if batched is not None:
                 return self._by_call(batched, len(seeds))

@@ -13,7 +13,7 @@ from lapis.curvature.axes import BatchAxis, close, locate
 from lapis.curvature.general import PerExample
 from lapis.curvature.layers import Call, Use
 from lapis.curvature.outputs import check_finite
-from lapis.curvature.record import Record
+from lapis.curvature.record import Record, Way
 from lapis.curvature.recorder import MODULE_RULES, Recorder, listening
 from lapis.curvature.sites import Site, whole
 from lapis.errors import DataError, ModelError
@@ -53,8 +53,8 @@ class Tape:
         self.before: Mapping[Any, Places] = {}
         """The same of an earlier tape of the same module."""
         self.batchable = True
-        self.looped = False
-        """Whether the seeds of the latest record go back one by one."""
+        self.way: Way = "together"
+        """How the seeds of the latest record go back."""
         self.proven: set[torch.Size] = set()
         """Numbers of seeds and examples for which sending all seeds back at once was checked."""
         self.ahead: Record | None = None
@@ -87,7 +87,7 @@ class Tape:
             ]
             trace = ([call.key for call in recorder.calls], axes, shapes, f.dtype, frozenset(lost))
         record = Record(self, inputs, raw.shape, f, uses, lost, trace)
-        self.looped = not record.batched()
+        self.way = record.way
         if self.sites and (recorder.picks or not self.trusted):  # rules are proven for sites read from a file, too
             unexplained = record.unexplained(self.sites)
             record.lost |= unexplained
