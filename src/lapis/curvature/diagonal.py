@@ -23,8 +23,11 @@ class DiagonalBlock(Block):
     def __init__(self, sites: Sequence[Site]) -> None:
         super().__init__(sites)
         (self.site,) = self.sites
-        self._curvature = Moment(self.site.shape)
+        self._curvature = self._moment()
         self._spectra: list[Spectrum] | None = None
+
+    def _moment(self, total: Tensor | None = None) -> Moment:
+        return Moment(self.site.shape, total, by_columns=self.site.kind == "outer")
 
     @property
     def curvature(self) -> Tensor:
@@ -49,7 +52,7 @@ class DiagonalBlock(Block):
         return {"curvature": self.curvature}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        self._curvature = Moment(self.site.shape, state["curvature"])
+        self._curvature = self._moment(state["curvature"])
         self._spectra = None
 
 

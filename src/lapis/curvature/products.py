@@ -31,11 +31,15 @@ class Moment:
 
     Adding to float64 costs as much as a narrow product, so it is done for several terms at once. No memory is taken
     before the first term, and none in float64 before the first few are summed.
+
+    `by_columns`: the latest terms lie in memory column after column, so that those of a matrix without its last column,
+    the bias, are in one piece: products there are a fifth quicker.
     """
 
-    def __init__(self, shape: Sequence[int], total: Tensor | None = None) -> None:
+    def __init__(self, shape: Sequence[int], total: Tensor | None = None, *, by_columns: bool = False) -> None:
         self._shape = tuple(shape)
         self._total = total
+        self._by_columns = by_columns
         self._recent: Tensor | None = None
         self._terms = 0
 
@@ -47,13 +51,18 @@ class Moment:
             self._settle()
         if self._recent is None:
             device = None if self._total is None else self._total.device
-            self._recent = torch.zeros(self._shape, dtype=dtype, device=device)
+            if self._by_columns:
+                *others, rows, columns = self._shape
+                self._recent = torch.zeros(*others, columns, rows, dtype=dtype, device=device).mT
+            else:
+                self._recent = torch.zeros(self._shape, dtype=dtype, device=device)
         self._terms += 1
         return self._recent
 
     def _settle(self) -> None:
         if self._recent is not None:
-            exact = self._recent.double()  # one dtype: additions run vectorised
+            # one dtype and order: additions run vectorised
+            exact = self._recent.to(torch.float64, memory_format=torch.contiguous_format)
             self._total = exact if self._total is None else self._total.add_(exact)
         self._recent, self._terms = None, 0
 
