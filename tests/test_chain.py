@@ -183,7 +183,7 @@ CONVOLUTION_NETS: dict[str, tuple[nn.Module, Tensor]] = {
         ("pooled twice", IMAGES, [nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.MaxPool2d(2), nn.Sigmoid()]),
         ("two functions", IMAGES, [nn.Conv2d(2, 3, 3), nn.SiLU(), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(3, 4, 2)]),
         ("overlapping windows", IMAGES, [nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(3, 4, 2)]),
-        ("stretched windows", IMAGES, [nn.Conv2d(2, 3, 3), nn.MaxPool2d(2, 1, dilation=2, ceil_mode=True)]),
+        ("stretched windows", IMAGES, [nn.Conv2d(2, 3, 3), nn.MaxPool2d(2, 2, dilation=2, ceil_mode=True)]),
         ("windows apart", IMAGES, [nn.Conv2d(2, 3, 3), nn.MaxPool2d(2, 3), nn.Conv2d(3, 4, 1)]),
         ("strides", IMAGES, [nn.Conv2d(2, 4, 3, 2, 1), nn.ELU(), nn.Conv2d(4, 4, 2, (1, 2), dilation=2, groups=2)]),
         ("padded alike", IMAGES, [nn.Conv2d(2, 4, (3, 5), padding="same"), nn.ReLU(), nn.Conv2d(4, 3, 2)]),
@@ -213,6 +213,14 @@ def test_images_with_channels_last() -> None:
     model, x = CONVOLUTION_NETS["pooled"]
     model = copy.deepcopy(model).to(memory_format=torch.channels_last)
     check_against_autograd(recorded(model, None, x.to(memory_format=torch.channels_last)), chain=True)
+
+
+def test_batch_norm_between_matrices() -> None:
+    model = nn.Sequential(nn.Linear(INPUTS, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, OUTPUTS))
+    for norm in (model[1], model[3]):
+        norm.running_mean, norm.running_var = torch.randn(4), torch.rand(4) + 0.5
+    check_against_autograd(recorded(model), chain=True)
+    check_against_autograd(recorded(model, ["0.weight", "3.bias"]), chain=True)
 
 
 @pytest.mark.parametrize("names", [["0.weight"], ["3.bias"], ["0.bias", "6.weight"]])

@@ -45,7 +45,7 @@ LINEAR = frozenset(
         "AdaptiveAvgPool2D": 0, "AdaptiveAvgPool3D": 0, "AvgPool2D": 0, "AvgPool3D": 0, "ConstantPadNd": 0, "Mean": 1,
     }.items()
 )  # fmt: skip
-"""For cheap linear functions of one tensor."""
+"""For cheap linear functions of one tensor, through which seeds go one by one."""
 
 PRODUCTS = {"AddmmBackward0": 1, "MmBackward0": 0}
 """For matrix products, with the place of their left factor among what they took."""
@@ -83,6 +83,8 @@ class Chain:
 def find_chain(f: Tensor, calls: Sequence[Call]) -> Chain | None:
     """The chain that ends in f (B, ...); None where the graph from the calls to f is none."""
     places = {call.edge.node: place for place, call in enumerate(calls)}
+    if len(places) < len(calls):
+        return None
     node: Any = f.grad_fn
     chain = Chain([], False)
     steps = chain.steps
@@ -155,10 +157,11 @@ class MaxPooling:
 
     def __init__(self, node: Any) -> None:
         size, stride = node._saved_kernel_size, node._saved_stride or node._saved_kernel_size
+        reach = [dilation * (length - 1) + 1 for length, dilation in zip(size, node._saved_dilation, strict=True)]
         self.axes = len(size)
         self.shape = node._saved_self.shape
         self.winners = node._saved_result1.flatten(-self.axes)
-        self.overlapping = any(length > step for length, step in zip(size, stride, strict=True))
+        self.overlapping = any(length > step for length, step in zip(reach, stride, strict=True))
         self.slope: Tensor | None = None
 
     def multiply(self, derivative: Tensor) -> None:
