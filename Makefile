@@ -6,6 +6,10 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+# Where to look for builds of torch besides the usual index; a CPU build that is found there is preferred.
+TORCH_INDEX ?=
+# The version that `make test-torch` runs the tests on.
+TORCH ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,6 +21,9 @@ BENCH_BIN := $(BENCH_VENV)/bin
 BENCH_READY := $(BENCH_VENV)/.installed
 BENCH_LOG := $(BENCH_VENV)/install.log
 BENCH_PIP := $(BENCH_BIN)/python -m pip --disable-pip-version-check --no-input
+TORCH_VENV := .venv-torch-$(TORCH)
+TORCH_PIP := $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check --no-input
+EXTRA_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 CHECK_PYTHON := import sys; sys.version_info >= (3, 10) or sys.exit("Lapis needs Python >= 3.10. \
 	Got: " + sys.version.split()[0] + ". Do: make PYTHON=<a newer python3> ...")
 
@@ -26,11 +33,13 @@ export PIP_REQUIRE_VIRTUALENV := 1
 export PIP_USER := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo bench peer-test format clean
+.PHONY: help test demo test-torch bench peer-test format clean
 
 help:
 	@echo "make test    set up, then lint, type check, import contracts and tests (PYTEST_ARGS=... goes to pytest)"
 	@echo "make demo    set up, then run 'lapis demo' (DEMO_ARGS=... goes to it)"
+	@echo "              (TORCH_INDEX=<url>: an index with CPU builds of torch, which save a download of gigabytes)"
+	@echo "make test-torch TORCH=2.6.0  run the tests on another version of torch, in a virtual environment of its own"
 	@echo "make bench   set up the peers beside Lapis in .venv-bench, then measure both (BENCH_ARGS=--help tells more)"
 	@echo "make peer-test  compare log evidences with laplace-torch, in .venv-bench"
 	@echo "make format  rewrite the code the way 'make test' wants it"
@@ -51,6 +60,19 @@ test: $(READY)
 demo: $(READY)
 	@$(BIN)/lapis demo $(DEMO_ARGS)
 
+# The pins of torch, and of what its versions pin in turn, are left out; so is the test that compares with the pins.
+test-torch:
+	@test -n "$(TORCH)" || { echo "Which version? Do: make test-torch TORCH=2.6.0"; exit 1; }
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	@grep -vE '^(torch|sympy|setuptools)==' constraints.txt >$(TORCH_VENV)/constraints.txt
+	@{ $(TORCH_PIP) install -c $(TORCH_VENV)/constraints.txt pip 'setuptools>=77' && \
+	   $(TORCH_PIP) install -c $(TORCH_VENV)/constraints.txt $(EXTRA_INDEX) --no-build-isolation \
+	     --editable . torch==$(TORCH) pytest pytest-xdist; } >$(TORCH_VENV)/install.log 2>&1 || \
+	 { grep -v ^WARNING $(TORCH_VENV)/install.log | tail -n 40; echo "Installation failed."; exit 1; }
+	@$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
+	   --deselect tests/test_repository.py::test_every_installed_dependency_is_the_pinned_one
+
 # Optional: the same numbers as laplace-torch where both mean the same. The peers live in .venv-bench only.
 peer-test: $(BENCH_READY)
 	@$(BENCH_PIP) install --quiet -c constraints.txt pytest pytest-xdist
@@ -67,10 +89,8 @@ $(READY): pyproject.toml constraints.txt
 	@echo "== setting up $(VENV): a few minutes the first time (log: $(LOG))"
 	@$(PYTHON) -m venv $(VENV)
 	@{ $(PIP) install -c constraints.txt pip setuptools && \
-	   $(PIP) install -c constraints.txt --no-build-isolation --editable '.[dev]'; } >$(LOG) 2>&1 || \
-	 { grep -v ^WARNING $(LOG) | tail -n 40; \
-	   echo "Installation failed. If pip names a package from the end of constraints.txt, see there what to do."; \
-	   exit 1; }
+	   $(PIP) install -c constraints.txt $(EXTRA_INDEX) --no-build-isolation --editable '.[dev]'; } >$(LOG) 2>&1 || \
+	 { grep -v ^WARNING $(LOG) | tail -n 40; echo "Installation failed."; exit 1; }
 	@touch $@
 
 $(BENCH_READY): pyproject.toml constraints.txt benchmarks/requirements.txt
@@ -78,11 +98,11 @@ $(BENCH_READY): pyproject.toml constraints.txt benchmarks/requirements.txt
 	@echo "== setting up $(BENCH_VENV): a few minutes the first time (log: $(BENCH_LOG))"
 	@$(PYTHON) -m venv $(BENCH_VENV)
 	@{ $(BENCH_PIP) install -c constraints.txt pip setuptools && \
-	   $(BENCH_PIP) install -c constraints.txt --no-build-isolation --editable . && \
+	   $(BENCH_PIP) install -c constraints.txt $(EXTRA_INDEX) --no-build-isolation --editable . && \
 	   $(BENCH_PIP) install --no-deps -r benchmarks/requirements.txt; } >$(BENCH_LOG) 2>&1 || \
 	 { grep -v ^WARNING $(BENCH_LOG) | tail -n 40; echo "Installation failed."; exit 1; }
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) .venv-torch-* build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
