@@ -16,7 +16,7 @@ from torch import Tensor
 import lapis
 from benchmarks.cases import Problem
 from lapis.batches import batches
-from lapis.curvature.jacobian import Jacobian
+from lapis.curvature.products.jacobian import Jacobian
 from lapis.network import Network
 
 SAMPLES = 20

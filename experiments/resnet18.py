@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import lapis
 from lapis.batches import Batch
-from lapis.curvature.implicit import ImplicitCurvature
+from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.network import Network
-from lapis.posteriors.drawing import Descent
+from lapis.posteriors.laplace.drawing import Descent
 
 sys.path.insert(0, str(ROOT))
 from benchmarks.cases import resnet

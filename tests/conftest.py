@@ -31,7 +31,7 @@ def _same_seed_for_every_test() -> None:
 @pytest.fixture(autouse=True)
 def _no_rules_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules that a test, or an example in a docstring, registers for layers of its own hold for the whole process."""
-    from lapis.curvature.recorder import MODULE_RULES
+    from lapis.curvature.recording.listener import MODULE_RULES
 
     for kind in list(MODULE_RULES):
         monkeypatch.delitem(MODULE_RULES, kind)

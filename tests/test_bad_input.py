@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapis
-from lapis.curvature.fit import examples_at_once
-from lapis.curvature.recorder import MODULE_RULES
+from lapis.curvature.recording.listener import MODULE_RULES
+from lapis.curvature.working_memory import examples_at_once
 from lapis.errors import (
     DataError,
     FileError,

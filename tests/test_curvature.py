@@ -21,8 +21,10 @@ from torch import Tensor, nn
 import lapis
 import reference
 from cases import CASES, F64, GatedTie, MaskedTokens, WeightedPositions, call, categorical, take
-from lapis.curvature import gram, patches, plan
-from lapis.curvature.record import Record
+from lapis.curvature import plan
+from lapis.curvature.backward.record import Record
+from lapis.curvature.blocks import gram
+from lapis.curvature.recording import patches
 from lapis.curvature.tape import Tape
 from lapis.errors import LapisError, LapisWarning, ModelError
 from lapis.network import Network
@@ -495,8 +497,8 @@ def test_a_network_is_proven_once_and_again_when_it_changes(
     model, data = changing()
     lapis.laplace(model, data, "regression", structure=structure)
     proofs: list[int] = []
-    unexplained = Record.unexplained
-    monkeypatch.setattr(Record, "unexplained", lambda *args: proofs.append(1) or unexplained(*args))
+    unexplained = plan.unexplained
+    monkeypatch.setattr(plan, "unexplained", lambda *args: proofs.append(1) or unexplained(*args))
     model.way = way
     again = lapis.laplace(model, data, "regression", structure=structure)
     assert len(proofs) == (way != "plain")
@@ -506,24 +508,6 @@ def test_a_network_is_proven_once_and_again_when_it_changes(
     assert len(proofs) == 1 + (way != "plain")
     torch.testing.assert_close(again.log_evidence(), expected.log_evidence(), rtol=0, atol=0)
     assert again.choices == expected.choices
-
-
-@every_structure
-def test_a_known_small_network_runs_once_less(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning runs it for the first batch, if that is small, and the pass goes on from there, to the same sums."""
-    model, (x, y) = changing()
-    sizes: list[int] = []
-    model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
-    data = [(x, y), (x[:-1], y[:-1])]
-    runs, evidences = [], []
-    for small in (2**20, 2**20, 0):
-        monkeypatch.setattr(plan, "SMALL_BATCH", small)
-        evidences.append(lapis.laplace(model, data, "regression", structure=structure).log_evidence())
-        runs.append(list(sizes))
-        sizes.clear()
-    few = min(len(x), plan.PLANNING_EXAMPLES)
-    assert runs == [[few, 2, len(x), len(x) - 1], [len(x), 2, len(x) - 1], [few, 2, len(x), len(x) - 1]]
-    assert evidences[0] == evidences[1] == evidences[2]
 
 
 class Layout(nn.Module):
@@ -557,7 +541,7 @@ def test_what_is_known_of_a_network_does_not_excuse_it_from_checks() -> None:
 def test_a_forgotten_network_takes_its_plan_along() -> None:
     model, data = changing()
     lapis.laplace(model, data, "regression", structure="kronecker")
-    known = weakref.ref(plan._PLANS[model][tuple(dict(model.named_parameters()))])
+    known = weakref.ref(plan._PROVEN[model][tuple(dict(model.named_parameters()))])
     assert known() is not None
     del model
     gc.collect()
@@ -664,14 +648,16 @@ def test_kronecker_factors_are_the_same_however_patches_are_summed(
     model, data = Twice().double(), (torch.randn(5, 2, 8, 9, dtype=F64), torch.randn(5, 3, dtype=F64))
     seen: list[int] = []
     add = patches.add_patch_moment
-    monkeypatch.setattr("lapis.curvature.layers.add_patch_moment", lambda *arguments: (seen.append(1), add(*arguments)))
+    monkeypatch.setattr(
+        "lapis.curvature.recording.patches.add_patch_moment", lambda *given: (seen.append(1), add(*given))
+    )
 
     def factors() -> list[Tensor]:
         found = lapis.laplace(model, data, "regression", structure="kronecker", sharing=sharing, bias=bias, prior=PRIOR)  # type: ignore[arg-type]
         return [block.state()["inputs"].tril() for block in found.curvature.blocks]
 
     quick = factors()
-    assert len(seen) == (2 if sharing == "expand" else 0)
+    assert len(seen) == (3 if sharing == "expand" else 0)  # two uses, and a proof for their geometry
     monkeypatch.setattr(patches, "MANY_ROWS", math.inf)
     assert all(relative_error(one, other) < 1e-12 for one, other in zip(quick, factors(), strict=True))
 
@@ -702,7 +688,7 @@ def test_dense_curvature_by_factors_of_layers_at_few_positions_is_the_reference(
     expected = reference.ggn(model.double(), x[:20].double(), y[:20], categorical())
     assert rows.shape == (120, len(expected))
     order = torch.cat(
-        [site.gather(torch.arange(len(expected)), few.network).flatten() for site in few.curvature.tape.sites]
+        [site.gather(torch.arange(len(expected)), few.network).flatten() for site in few.curvature.tape.plan.sites]
     )
     assert relative_error(rows.T @ rows, expected[order][:, order]) < (1e-9 if dtype == F64 else 1e-4)
 
@@ -711,10 +697,10 @@ def test_dense_curvature_by_factors_of_layers_at_few_positions_is_the_reference(
     ("together", "curvature", "expected"),
     [
         ({}, "exact", [(5, 8)]),
-        ({"TOGETHER_BYTES": 0}, "exact", [(3, 8), (2, 8)]),
-        ({"TOGETHER_BYTES": 25_000, "TOGETHER": 1}, "exact", [(5, 4), (5, 4)]),
-        ({"TOGETHER_BYTES": 25_000, "TOGETHER": 8}, "exact", [(3, 8), (2, 8)]),
-        ({"TOGETHER_BYTES": 25_000, "TOGETHER": 1}, "empirical", [(1, 8)]),
+        ({"ALL_SEEDS_BYTES": 0}, "exact", [(3, 8), (2, 8)]),
+        ({"ALL_SEEDS_BYTES": 25_000, "ALL_SEEDS_EXAMPLES": 1}, "exact", [(5, 4), (5, 4)]),
+        ({"ALL_SEEDS_BYTES": 25_000, "ALL_SEEDS_EXAMPLES": 8}, "exact", [(3, 8), (2, 8)]),
+        ({"ALL_SEEDS_BYTES": 25_000, "ALL_SEEDS_EXAMPLES": 1}, "empirical", [(1, 8)]),
     ],
     ids=["all together", "a few at a time", "all together in parts", "parts too small", "one seed"],
 )
@@ -737,7 +723,7 @@ def test_seeds_through_convolutions_are_collected(
 
     monkeypatch.setattr(Record, "contributions", contributions)
     for name, value in together.items():
-        monkeypatch.setattr(f"lapis.curvature.fit.{name}", value)
+        monkeypatch.setattr(f"lapis.curvature.working_memory.{name}", value)
     options = {"structure": "diagonal", "curvature": curvature, "prior": PRIOR}
     posterior = lapis.laplace(model, data, "classification", **options)
     assert seen == expected

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 import lapis
 from cases import CASES
 from lapis.batches import as_inputs
-from lapis.curvature.pooling import QuickPooling
+from lapis.curvature.recording.pooling import QuickPooling
 from lapis.errors import ModelError
 from lapis.network import Network
-from lapis.posteriors import sampled
-from lapis.posteriors.drawn_network import Matrix
-from lapis.posteriors.ending import find_ending
+from lapis.posteriors.predicting import sampled
+from lapis.posteriors.predicting.drawn_network import Matrix
+from lapis.posteriors.predicting.head import find_ending
+from lapis.proofs import Proofs
 from reference import case_data
 from untouched import untouched
 
@@ -200,7 +201,7 @@ def test_quick_pooling_is_pooling(shape: tuple[int, ...], options: dict[str, obj
     x = torch.randn(shape)
     x[..., 1, 1] = torch.nan
     expected = nn.MaxPool2d(**options)(x)  # type: ignore[arg-type]
-    with torch.no_grad(), QuickPooling():
+    with torch.no_grad(), QuickPooling(Proofs()):
         torch.testing.assert_close(nn.MaxPool2d(**options)(x), expected, rtol=0, atol=0, equal_nan=True)  # type: ignore[arg-type]
         values, places = F.max_pool2d(x, 2, return_indices=True)
     assert values.shape == places.shape

@@ -10,8 +10,16 @@ from torch import Tensor
 
 from cases import CASES, F64
 from lapis.batches import Batch, batches
-from lapis.curvature.jacobian import LARGE_PARTS, Jacobian
-from lapis.curvature.ways import FOR_ONE, FOR_SEVERAL, UNABLE, Pass, differentiable, proven, unpack_dual
+from lapis.curvature.products.differentiation import (
+    FOR_ONE,
+    FOR_SEVERAL,
+    UNABLE,
+    Pass,
+    differentiable,
+    proven,
+    unpack_dual,
+)
+from lapis.curvature.products.jacobian import LARGE_PARTS, Jacobian
 from lapis.errors import DataError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
@@ -112,7 +120,7 @@ def test_large_graphs_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     whole, ahead = jacobian.ggn(v, likelihood, targets), jacobian.forward(v)
     count = len(jacobian.batches[0])
     assert jacobian._examples(1, count) == count
-    monkeypatch.setattr("lapis.curvature.jacobian.LARGE_BYTES", 0)
+    monkeypatch.setattr("lapis.curvature.products.jacobian.LARGE_BYTES", 0)
     assert jacobian._examples(1, count) == -(-count // LARGE_PARTS) < count
     torch.testing.assert_close(jacobian.ggn(v, likelihood, targets), whole)
     for one, two in zip(jacobian.forward(v), ahead, strict=True):

@@ -17,10 +17,10 @@ from scipy.stats import chi2
 from torch import Tensor, nn
 
 import lapis
-import lapis.curvature.implicit
+import lapis.curvature.products.ggn
 from cases import CASES
-from lapis.posteriors import drawing
-from lapis.posteriors.expectation import _stretch
+from lapis.posteriors.laplace import drawing
+from lapis.posteriors.laplace.tuning_by_draws import _stretch
 from reference import case_data, case_ggn, case_jacobians
 from untouched import untouched
 
@@ -249,7 +249,7 @@ def test_an_interrupted_draw_goes_on_where_it_stopped(
     if method == "sgd":
         options |= {"epochs": 40, "batch_size": 10}
     whole = posterior.draw(3, **options)
-    product, calls = lapis.curvature.implicit.ImplicitCurvature.product, []
+    product, calls = lapis.curvature.products.ggn.ImplicitCurvature.product, []
 
     def interrupted(self: Any, vectors: Tensor) -> Tensor:
         calls.append(len(vectors))
@@ -259,13 +259,13 @@ def test_an_interrupted_draw_goes_on_where_it_stopped(
 
     path = tmp_path / "draw.lapis"
     with monkeypatch.context() as patch:
-        patch.setattr(lapis.curvature.implicit.ImplicitCurvature, "product", interrupted)
+        patch.setattr(lapis.curvature.products.ggn.ImplicitCurvature, "product", interrupted)
         with pytest.raises(KeyboardInterrupt):
             posterior.draw(3, **options, checkpoint=path)
     assert path.exists()
     count = len(calls)
     with monkeypatch.context() as patch:
-        patch.setattr(lapis.curvature.implicit.ImplicitCurvature, "product", interrupted)
+        patch.setattr(lapis.curvature.products.ggn.ImplicitCurvature, "product", interrupted)
         resumed = posterior.draw(3, **options, checkpoint=path)
     if method == "sgd":
         assert torch.equal(resumed.deviations, whole.deviations)

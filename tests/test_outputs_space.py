@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import lapis
 from lapis.batches import Batch
-from lapis.curvature.jacobian import Jacobian
-from lapis.curvature.kernel import Factored, OutputKernel
+from lapis.curvature.products.jacobian import Jacobian
+from lapis.curvature.products.kernel import Factored, OutputKernel
 from lapis.evidence.dual import DualModel
 from lapis.likelihoods import Likelihood
 from lapis.priors import WeightPrior

@@ -18,9 +18,9 @@ from torch import Tensor
 from lapis import solvers
 from lapis.errors import DataError, LapisError, NotPositiveDefiniteError, OptionError, StructureError
 from lapis.solvers import Operator
+from lapis.solvers.descent import Averaging
 from lapis.solvers.operator import Property, normal_block
 from lapis.solvers.probes import probe_blocks
-from lapis.solvers.sgd import Averaging
 
 ALARM = 1e-4
 

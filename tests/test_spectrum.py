@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import lapis
-from lapis.curvature import spectrum as grid
+from lapis.curvature.blocks import spectrum as grid
 from lapis.evidence import evaluate, gradient
-from lapis.posteriors.tuning import candidates, spectral_evidence
+from lapis.posteriors.laplace.tuning_by_evidence import candidates, spectral_evidence
 
 F64 = torch.float64
 

@@ -300,7 +300,7 @@ def test_tuning_before_the_network_fits_does_not_switch_it_off() -> None:
 
 def test_without_the_guard_the_same_run_collapses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The premise of the test above; the result says what happened."""
-    monkeypatch.setattr(importlib.import_module("lapis.training.train")._Run, "_loosen", _adopt)
+    monkeypatch.setattr(importlib.import_module("lapis.training.by_evidence")._Run, "_loosen", _adopt)
     with pytest.warns(lapis.LapisWarning) as told:
         posterior = lapis.train(narrow(), wave(), lapis.Gaussian(0.3), **EARLY)
     assert float(posterior.effective_parameters()) < 1e-2

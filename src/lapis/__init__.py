@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch import Tensor, nn
 
-from lapis.curvature.recorder import register_rule
+from lapis.curvature.recording.listener import register_rule
 from lapis.errors import (
     DataError,
     FileError,
@@ -31,7 +31,8 @@ from lapis.likelihoods import (
 )
 from lapis.network import split_vector
 from lapis.normalised import normalised_groups
-from lapis.posteriors import DrawnPosterior, ImplicitPosterior, LaplacePosterior, Posterior, laplace, load
+from lapis.posteriors import DrawnPosterior, ImplicitPosterior, LaplacePosterior, Posterior, load
+from lapis.posteriors.laplace.fit import laplace
 from lapis.predictions import Prediction
 from lapis.priors import Prior
 from lapis.training import Comparison, compare, train

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lapis.batches import Inputs, all_finite, describe
 from lapis.errors import DataError, ModelError, OptionError
+from lapis.proofs import Proofs
 
 Weights: TypeAlias = "str | Sequence[str] | Callable[[str, Tensor], bool]"
 """Which weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter)."""
@@ -44,6 +45,8 @@ class Network:
         """A few inputs, for questions that only a forward pass answers."""
         self.signature: str | None = None
         """Shapes and dtypes of inputs that are known to work, for messages."""
+        self.proofs = Proofs()
+        """Which shortcuts agree with the plain computation on this network."""
         self._prepared = False
         self._known: tuple[list[tuple[int, int]], str] | None = None
         """The last fingerprint, and torch's counts of writes to each tensor when it was taken."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapis.curvature.dense import DenseBlock
-from lapis.curvature.record import Record
+from lapis.curvature.backward.record import Record
+from lapis.curvature.blocks.block import Block
 from lapis.likelihoods import Likelihood
 from lapis.network import Network, flat_gradient
 
 
-def add_hessian(block: DenseBlock, network: Network, likelihood: Likelihood, record: Record, targets: Tensor) -> None:
+def add_hessian(block: Block, network: Network, likelihood: Likelihood, record: Record, targets: Tensor) -> None:
     """Add d^2 sum_n nll_n / d theta^2, one row at a time, to a block over all weights."""
     parameters = list(network.parameters.values())
     loss = likelihood.nll(record.f, targets).sum()
@@ -23,4 +23,4 @@ def add_hessian(block: DenseBlock, network: Network, likelihood: Likelihood, rec
         return
     for row, index in enumerate(order.tolist()):
         second = torch.autograd.grad(gradient[index], parameters, retain_graph=True, allow_unused=True)
-        block.curvature[row] += flat_gradient(second, parameters)[order]
+        block.add_row(row, flat_gradient(second, parameters)[order])

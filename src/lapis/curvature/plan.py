@@ -8,7 +8,7 @@ holds for as long as the same functions take the same weights in the same order,
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lapis.batches import Inputs, batch_length, take
-from lapis.curvature.contributions import Outer, Rows
-from lapis.curvature.layers import LookupUse, OuterUse, Use
-from lapis.curvature.record import Record
-from lapis.curvature.sites import Site, Slot, whole
-from lapis.curvature.tape import ExampleBytes, Places, Tape
+from lapis.curvature.backward.contributions import Outer, Rows
+from lapis.curvature.backward.proof import unexplained
+from lapis.curvature.backward.record import Record
+from lapis.curvature.recording.layers import LookupUse, OuterUse, Use
+from lapis.curvature.recording.sites import Plan, Site, Slot, whole
+from lapis.curvature.tape import ExampleBytes, Tape
 from lapis.network import Network
 
 Key = tuple[tuple[str, int, int] | None, tuple[str, int, int] | None]
@@ -30,67 +31,53 @@ Key = tuple[tuple[str, int, int] | None, tuple[str, int, int] | None]
 PLANNING_EXAMPLES = 8
 """Examples on which a network's layers are identified and the tape is proven against autograd."""
 
-SMALL_BATCH = 2**20
-"""Bytes of all that one batch takes in and sends back, up to which it is small."""
-
 
 @dataclass(frozen=True)
-class Plan:
+class _Proven:
     """What was found and proven on a few examples, and the trace that they left; it holds no tensor."""
 
     trace: Any
-    sites: list[Site]
-    general: frozenset[str]
+    plan: Plan
     example_bytes: ExampleBytes
-    places: Mapping[Any, Places]
-    """Where the examples lay."""
 
 
-_PLANS: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], Plan]] = WeakKeyDictionary()
+_PROVEN: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], _Proven]] = WeakKeyDictionary()
 """The last plan for each choice of weights."""
 
 
-def plan(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs) -> tuple[Tape, Tensor]:
-    """A tape that knows its sites, and the outputs of some examples. Must run inside `network.prepared()`.
-
-    A network that is known, and small, is run for all examples, and the record is kept for the pass that follows.
-    """
-    plans = _PLANS.setdefault(network.module, {})
-    known = plans.get(network.names)
-    count = batch_length(inputs)
-    whole_batch = known is not None and count * sum(known.example_bytes) <= SMALL_BATCH
+def planned_tape(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs) -> tuple[Tape, Tensor]:
+    """A tape that knows its sites, and the outputs of a few examples. Must run inside `network.prepared()`."""
+    remembered = _PROVEN.setdefault(network.module, {})
+    known = remembered.get(network.names)
     tape = Tape(network, outputs)
-    tape.before = {} if known is None else known.places
-    record = tape.record(inputs if whole_batch else take(inputs, 0, min(count, PLANNING_EXAMPLES)))
+    record = tape.record(take(inputs, 0, min(batch_length(inputs), PLANNING_EXAMPLES)))
     if known is None or record.trace is None or known.trace != record.trace:
-        known = plans[network.names] = _prove(network, record)
-    elif whole_batch and not known.general:
-        tape.ahead = record
-    tape.general, tape.sites, tape.example_bytes = known.general, known.sites, known.example_bytes
+        known = remembered[network.names] = _prove(network, record)
+    tape.plan, tape.example_bytes = known.plan, known.example_bytes
     return tape, record.f.detach()
 
 
-def _prove(network: Network, record: Record) -> Plan:
+def _prove(network: Network, record: Record) -> _Proven:
     sites, loose = _sites(network, [use for _, use in record.uses])
-    loose |= record.lost | record.unexplained(sites)
+    loose |= record.lost | unexplained(record, network, sites)
     kept = [site for site in sites if not any(slot.name in loose for slot in site.slots)]
     # a bias whose weight is general, or the reverse, is general too: their sites were dropped together
     loose |= set(network.names) - {slot.name for site in kept for slot in site.slots}
     kept = [site for site in kept if not any(slot.name in loose for slot in site.slots)]
     general = [Site("rows", whole(network, name)) for name in network.names if name in loose]
     ordered = sorted(kept + general, key=lambda site: site.spans(network)[0])
-    record.tape.general = frozenset(loose)
-    return Plan(record.trace, ordered, frozenset(loose), _example_bytes(record, ordered), record.tape.sure)
+    record.plan = Plan(tuple(ordered), frozenset(loose))
+    return _Proven(record.trace, record.plan, _example_bytes(record))
 
 
-def _example_bytes(record: Record, sites: list[Site]) -> ExampleBytes:
-    inputs, summed, gradients = [0], [0], 0
-    for contribution in record.contributions(torch.ones_like(record.f)[None], sites):
+def _example_bytes(record: Record) -> ExampleBytes:
+    inputs, moments, gradients = [0], [0], 0
+    for contribution in record.contributions(torch.ones_like(record.f)[None], record.plan.sites):
         if isinstance(contribution, Outer):
             inputs.append(contribution.inputs().numel())
-            summed.append(inputs[-1] // contribution.spared)
+            moments.append(inputs[-1] // contribution.saving)
         gradients += contribution.values.numel() if isinstance(contribution, Rows) else contribution.g.numel()
-    counts = (sum(inputs), max(inputs), max(summed), gradients)
+    counts = (sum(inputs), max(inputs), max(moments), gradients)
     return ExampleBytes(*(count * record.f.element_size() // len(record) for count in counts))
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapis.curvature.kernel import Factored, OutputKernel
+from lapis.curvature.products.kernel import Factored, OutputKernel
 from lapis.likelihoods import Likelihood
 from lapis.priors import WeightPrior
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lapis.curvature.spectrum import GroupedSpectrum
+from lapis.curvature.blocks.spectrum import GroupedSpectrum
 from lapis.evidence.point import Point
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch
-from lapis.curvature.jacobian import Jacobian
-from lapis.curvature.kernel import OutputKernel
+from lapis.curvature.products.jacobian import Jacobian
+from lapis.curvature.products.kernel import OutputKernel
 from lapis.errors import OptionError
 from lapis.evidence.dual import DualModel
 from lapis.likelihoods import Likelihood

@@ -18,7 +18,8 @@ from lapis.errors import DataError, ModelError, OptionError
 from lapis.evidence import TangentMode, Tuning
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.posteriors import functional, sampled
+from lapis.posteriors.predicting import linearised as functional
+from lapis.posteriors.predicting import sampled
 from lapis.predictions import LatentGaussian, LatentSamples, Prediction
 from lapis.predictions import predict as predict_outputs
 from lapis.priors import Prior, WeightPrior, as_prior

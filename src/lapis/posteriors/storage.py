@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from lapis.batches import batches
-from lapis.curvature.fit import Curvature
-from lapis.curvature.implicit import ImplicitCurvature
-from lapis.curvature.kronecker import KroneckerBlock
-from lapis.curvature.sites import Site
-from lapis.curvature.structure import build_blocks
+from lapis.curvature.blocks.kronecker import KroneckerBlock
+from lapis.curvature.blocks.partition import build_blocks
+from lapis.curvature.products.ggn import ImplicitCurvature
+from lapis.curvature.recording.sites import Plan, Site
+from lapis.curvature.sums import Curvature
 from lapis.curvature.tape import ExampleBytes, Tape
 from lapis.errors import FileError
 from lapis.evidence import TangentMode, Training, Tuning
 from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network, split_vector
 from lapis.posteriors.base import GaussianPosterior, Posterior
-from lapis.posteriors.drawn import Drawing, DrawnPosterior
 from lapis.posteriors.files import read, write
-from lapis.posteriors.implicit import ImplicitPosterior, Solver
-from lapis.posteriors.laplace import LaplacePosterior
+from lapis.posteriors.laplace.drawn import Drawing, DrawnPosterior
+from lapis.posteriors.laplace.implicit import ImplicitPosterior, Solver
+from lapis.posteriors.laplace.stored import LaplacePosterior
 from lapis.priors import WeightPrior
 
 TANGENT = ("converged", "remaining", "iterations", "products", "reason")
@@ -77,8 +77,8 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
             "curvature": sums.kind,
             "fisher_samples": sums.fisher_samples,
             "example_bytes": sums.tape.example_bytes,
-            "sites": [site.to_config() for site in sums.tape.sites],
-            "general": sorted(sums.tape.general),
+            "sites": [site.to_config() for site in sums.tape.plan.sites],
+            "general": sorted(sums.tape.plan.general),
             "choices": posterior.choices,
             "training": posterior.training and asdict(posterior.training),
         }
@@ -147,12 +147,12 @@ def load(
 def _sums(config: dict[str, Any], tensors: dict[str, Tensor], network: Network, likelihood: Likelihood) -> Curvature:
     """Curvature blocks, and the tape that they belong to."""
     tape = Tape(network, likelihood.canonical)
-    tape.sites = [Site.from_config(entry) for entry in config["sites"]]
-    tape.general = frozenset(config["general"])
+    sites = tuple(Site.from_config(entry) for entry in config["sites"])
+    tape.plan = Plan(sites, frozenset(config["general"]))
     tape.example_bytes = ExampleBytes(*config["example_bytes"])
     # files without an entry for the bias list a bias of its own as a site of its own
     bias = config.get("bias", "joint")
-    blocks = build_blocks(config["structure"], tape.sites, config["sharing"], bias, config["memory_budget"])
+    blocks = build_blocks(config["structure"], sites, config["sharing"], bias, config["memory_budget"])
     for i, block in enumerate(blocks):
         block.load({name: tensors[f"block.{i}.{name}"] for name in block.state()})
     return Curvature(

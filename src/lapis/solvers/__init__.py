@@ -7,9 +7,9 @@ an explicit generator only.
 from __future__ import annotations
 
 from lapis.solvers.cg import CGProgress, CGResult, conjugate_gradients
+from lapis.solvers.descent import SGDResult, SGDSettings, SGDState, sgd, sgd_learning_rate
 from lapis.solvers.eigen import Eigenpairs, lanczos_eigenpairs, largest_eigenvalue, subspace_eigenpairs
-from lapis.solvers.lanczos import LanczosResult, lanczos
-from lapis.solvers.logdet import QuadratureEstimate, SpectralQuadrature, logdet, spectral_quadrature
+from lapis.solvers.krylov import LanczosResult, lanczos
 from lapis.solvers.operator import Operator
 from lapis.solvers.preconditioners import (
     CallablePreconditioner,
@@ -20,7 +20,7 @@ from lapis.solvers.preconditioners import (
     preconditioned,
 )
 from lapis.solvers.probes import Estimate
-from lapis.solvers.sgd import SGDResult, SGDSettings, SGDState, sgd, sgd_learning_rate
+from lapis.solvers.quadrature import QuadratureEstimate, SpectralQuadrature, logdet, spectral_quadrature
 from lapis.solvers.trace import hutch_plus_plus, hutchinson_diagonal, hutchinson_trace
 from lapis.solvers.xtrace import xtrace
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lapis.errors import OptionError
 from lapis.progress import track
-from lapis.solvers.lanczos import lanczos
+from lapis.solvers.krylov import lanczos
 from lapis.solvers.operator import (
     Operator,
     check_count,

@@ -1,0 +1,102 @@
+"""One pass over data, added to the sums: outputs, likelihood statistics, and curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Batch, digest, naming
+from lapis.curvature.backward.record import Record
+from lapis.curvature.backward.seeds import curvature_seeds
+from lapis.curvature.hessian import add_hessian
+from lapis.curvature.outputs import check_width
+from lapis.curvature.sums import Curvature
+from lapis.curvature.working_memory import (
+    COLLECTED_SEEDS,
+    WORK_BYTES,
+    examples_with_all_seeds,
+    part_length,
+    seeds_at_once,
+)
+from lapis.likelihoods import Likelihood
+from lapis.network import Network
+from lapis.progress import track
+
+
+def accumulate(
+    curvature: Curvature,
+    network: Network,
+    likelihood: Likelihood,
+    stream: Iterable[Batch],
+    *,
+    total: int | None,
+    generator: torch.Generator,
+    memory_budget: int,
+    progress: bool | None,
+) -> None:
+    """Add a pass over a stream of batches, `total` of them if known, to `curvature`."""
+    work = min(WORK_BYTES, memory_budget)
+    with network.prepared():
+        for batch in track(stream, "curvature", total, progress):
+            for part in batch.split(part_length(curvature, work)):
+                _add_batch(curvature, network, likelihood, part, generator, work)
+    for block in curvature.blocks:
+        block.flush()
+
+
+def _add_batch(
+    curvature: Curvature,
+    network: Network,
+    likelihood: Likelihood,
+    batch: Batch,
+    generator: torch.Generator,
+    work: int,
+) -> None:
+    with naming(batch.where):
+        record = curvature.tape.record(batch.inputs)
+        f = record.f.detach()
+        check_width(f, curvature.outputs)
+        likelihood.check_outputs(f)
+        targets = likelihood.targets(batch.targets, f, record.raw_shape)
+    curvature.statistics = curvature.statistics + likelihood.statistics(f, targets).to(curvature.statistics.device)
+    curvature.n_data += len(batch)
+    curvature.digest = (curvature.digest + digest(batch.inputs, batch.targets)) % 2**64
+    if curvature.kind == "hessian":
+        (block,) = curvature.blocks
+        add_hessian(block, network, likelihood, record, targets)
+        return
+    seeds = curvature_seeds(
+        curvature.kind,
+        likelihood,
+        f,
+        targets,
+        fisher_samples=curvature.fisher_samples,
+        generator=generator,
+        at_once=_collected_seeds(curvature, record, work),
+    )
+    for number, some in enumerate(seeds):
+        _add_seeds(curvature, record, some.detach(), first=number == 0)  # sums have no graph, though a noise may
+
+
+def _collected_seeds(curvature: Curvature, record: Record, work: int) -> int:
+    """How many seeds are added at once; sets whether the record keeps layer inputs for more of them."""
+    record.keep_inputs = curvature.forms_jacobian
+    fitting = seeds_at_once(curvature, len(record), work)
+    if record.gradients.batched or curvature.row_length:
+        return fitting
+    if record.f.shape[1] == 1 and len(record) <= examples_with_all_seeds(curvature, work):
+        record.keep_inputs = False
+        return curvature.outputs
+    return min(fitting, COLLECTED_SEEDS) if curvature.forms_jacobian else 1
+
+
+def _add_seeds(curvature: Curvature, record: Record, seeds: Tensor, first: bool) -> None:
+    """Add some seeds' contributions; their gradients are freed before the next seeds are backpropagated.
+
+    The layers nearest to the output come first and are freed: the first layers, mostly the largest, then work alone.
+    """
+    contributions = dict(enumerate(record.contributions(seeds)))
+    for block, sites in zip(reversed(curvature.blocks), reversed(curvature.sites_of), strict=True):
+        block.accumulate([contributions.pop(site) for site in sites], first=first)

@@ -1,0 +1,43 @@
+"""The proof that recorded uses explain the weights: they must add up to autograd's gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from lapis.curvature.backward.record import Record
+from lapis.curvature.recording.sites import Site
+from lapis.network import Network, flat_gradient
+
+
+def unexplained(record: Record, network: Network, sites: Sequence[Site]) -> set[str]:
+    """Parameters whose recorded uses do not reproduce autograd's gradient.
+
+    For a random seed v and random coefficients c, sum_b c_b J_b^T v_b from the recorded uses must be the gradient of
+    sum_b c_b v_b . f_b. It is only if every use is known and credited to the right example.
+    """
+    known = [site for site in sites if record.explains(site)]
+    f = record.f
+    generator = torch.Generator(device=f.device).manual_seed(0)
+    seed = torch.empty_like(f).normal_(generator=generator)
+    coefficients = f.new_empty(len(record)).normal_(generator=generator)
+    parameters = list(network.parameters.values())
+    mixed = seed * coefficients[:, None, None]
+    rest = flat_gradient(torch.autograd.grad(f, parameters, mixed, retain_graph=True, allow_unused=True), parameters)
+    parts = network.unflatten(rest)
+    relative, floor = (1e-8, 1e-12) if rest.dtype == torch.float64 else (1e-3, 1e-6)
+    whole = floor * rest.norm()
+    allowed = {name: relative * part.norm() + whole for name, part in parts.items()}
+    claimed: Counter[str] = Counter()
+    for site, contribution in zip(known, record.contributions(seed[None], known), strict=True):
+        claims = site.parts(contribution.gradient(coefficients).reshape(site.shape))
+        for slot, claim, (start, stop) in zip(site.slots, claims, site.spans(network), strict=True):
+            rest[start:stop] -= slot.restore(claim)
+            claimed[slot.name] += slot.size
+    return {
+        name
+        for name, entries in claimed.items()
+        if entries != parts[name].numel() or not bool(parts[name].norm() <= allowed[name])
+    }

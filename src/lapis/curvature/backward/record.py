@@ -1,0 +1,159 @@
+"""One recorded batch: outputs, the uses of the chosen weights, and what seeds at the outputs say about each site."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Inputs
+from lapis.curvature.backward.contributions import Contribution, Lookup, Outer, Rows
+from lapis.curvature.backward.gradients import Gradients
+from lapis.curvature.backward.per_example import PerExample
+from lapis.curvature.recording.layers import Call, LookupUse, OuterUse, RowsUse, Use
+from lapis.curvature.recording.patches import PATCH_MOMENTS
+from lapis.curvature.recording.sites import Plan, Site, Slot
+from lapis.proofs import Proofs
+
+
+class Record:
+    """A batch that the network was run on: its outputs `f` (B, T, C), and the graph back to each use of a weight.
+
+    Args:
+        inputs: of the batch, for weights that need the network to be run again for each example.
+        raw_shape: of the network's own output.
+        uses: the calls that took chosen weights, each with what a rule read off it.
+        lost: parameters with a use in this batch that no rule could read.
+        trace: what a proof on this batch rests on; None where one batch does not speak for others.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        raw_shape: torch.Size,
+        f: Tensor,
+        uses: list[tuple[Call, Use]],
+        lost: set[str],
+        trace: Any,
+        plan: Plan,
+        per_example: PerExample,
+        proofs: Proofs,
+    ) -> None:
+        self.inputs, self.raw_shape, self.f, self.uses = inputs, raw_shape, f, uses
+        self.lost, self.trace, self.plan, self.per_example, self.proofs = lost, trace, plan, per_example, proofs
+        self.calls = list({id(call): call for call, _ in uses}.values())
+        self.gradients = Gradients(f, self.calls, proofs)
+        self.keep_inputs = False
+        """Whether layer inputs, such as patches of images, are kept for more seeds of the same batch."""
+        self._rows_of = [[slot.rows for slot in (use.weight, use.bias) if slot is not None] for _, use in uses]
+        self._found: dict[int, list[tuple[Call, Use]]] = {}
+        self._inputs: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return self.f.shape[0]
+
+    def contributions(self, seeds: Tensor, sites: Sequence[Site] | None = None) -> list[Contribution]:
+        """What the batch says about each site's weights, for `seeds` (M, B, T, C)."""
+        sites = self.plan.sites if sites is None else sites
+        gradients = self.gradients.at_calls(seeds)
+        uses = [self._uses(site) for site in sites]
+        # per-example gradients: always, or in this batch (a layer that sees some of the examples, or none)
+        loose = [not self.explains(site) for site in sites]
+        names = {slot.name for site, is_loose in zip(sites, loose, strict=True) if is_loose for slot in site.slots}
+        rows = self.per_example.rows(self.inputs, sorted(names), seeds) if names else {}
+        return [
+            self._general(site, rows) if is_loose else self._contribution(site, found, gradients)
+            for site, found, is_loose in zip(sites, uses, loose, strict=True)
+        ]
+
+    def explains(self, site: Site) -> bool:
+        """Whether there are uses of the site's weights, all of them readable, and of the site's kind."""
+        found = self._uses(site)
+        kind = {"outer": OuterUse, "lookup": LookupUse}.get(site.kind, object)
+        lost = any(slot.name in self.lost or slot.name in self.plan.general for slot in site.slots)
+        return bool(found) and not lost and all(isinstance(use, kind) for _, use in found)
+
+    def _uses(self, site: Site) -> list[tuple[Call, Use]]:
+        """The uses of a site's weights; looked up once, since every seed asks for them."""
+        if id(site) not in self._found:
+            wanted = {slot.rows for slot in site.slots}
+            self._found[id(site)] = [
+                pair for pair, rows in zip(self.uses, self._rows_of, strict=True) if not wanted.isdisjoint(rows)
+            ]
+        return self._found[id(site)]
+
+    def _general(self, site: Site, rows: dict[str, Tensor]) -> Rows:
+        """Rows of the general rule in the site's order."""
+        parts = []
+        for slot in site.slots:
+            shape = self.per_example.network.shapes[slot.name]
+            row = int(torch.Size(shape[1:]).numel())
+            parts.append(slot.arrange(rows[slot.name][..., slot.start * row : slot.start * row + slot.size]))
+        return Rows((parts[0] if len(parts) == 1 else torch.cat(parts, -1)).flatten(2))
+
+    def _contribution(self, site: Site, chosen: list[tuple[Call, Use]], gradients: dict[int, Tensor]) -> Contribution:
+        wanted = {slot.rows for slot in site.slots}
+        if site.kind == "outer":
+            return self._outer(site, [(use, gradients[id(call)]) for call, use in chosen if isinstance(use, OuterUse)])
+        if site.kind == "lookup":
+            return self._lookup([(use, gradients[id(call)]) for call, use in chosen if isinstance(use, LookupUse)])
+        return Rows(torch.stack([self._rows(use, gradients[id(call)], wanted) for call, use in chosen]).sum(0))
+
+    def _outer(self, site: Site, uses: list[tuple[OuterUse, Tensor]]) -> Outer:
+        g = _joined([use.gradient(raw) for use, raw in uses], 3)
+
+        def inputs() -> Tensor:
+            if site.weight is None:
+                return g.new_empty(g.shape[0], *g.shape[2:4], 0)
+            if id(site) in self._inputs:
+                return self._inputs[id(site)]
+            made = _joined([use.inputs() for use, _ in uses], 2)
+            if self.keep_inputs:
+                self._inputs[id(site)] = made
+            return made
+
+        moments = [use.moment for use, _ in uses if use.moment is not None and site.weight is not None]
+        if len(moments) < len(uses):
+            return Outer(inputs, g, site.bias is not None)
+
+        def add_moment(total: Tensor) -> bool:
+            if not all(self.proofs.holds(PATCH_MOMENTS, moment.key, moment.agrees) for moment in moments):
+                return False
+            for moment in moments:
+                moment.add(total)
+            return True
+
+        saving = min(moment.saving for moment in moments)
+        return Outer(inputs, g, site.bias is not None, add_moment, saving)
+
+    @staticmethod
+    def _lookup(uses: list[tuple[LookupUse, Tensor]]) -> Lookup:
+        parts = []
+        for use, raw in uses:
+            g = use.gradient(raw)
+            parts.append(g if use.padding is None else g * (use.index != use.padding)[:, None].to(g.dtype))
+        first = uses[0][0]
+        index = _joined([use.index for use, _ in uses], 1)
+        return Lookup(index, _joined(parts, -1), first.entries, first.padding)
+
+    def _rows(self, use: Use, raw: Tensor, wanted: set[tuple[str, int, int]]) -> Tensor:
+        """Rows of one use in the parameter's own order."""
+        if isinstance(use, RowsUse):
+            return use.rows(raw)
+        if isinstance(use, LookupUse):
+            return use.weight.restore(_shaped(self._lookup([(use, raw)]).rows(), use.weight))
+        g = use.gradient(raw)
+        if use.weight is not None and use.weight.rows in wanted:
+            return use.weight.restore(_shaped(Outer(use.inputs, g).rows(), use.weight))
+        assert use.bias is not None
+        return g.sum(3).permute(1, 2, 0, 3).flatten(2)
+
+
+def _shaped(rows: Tensor, slot: Slot) -> Tensor:
+    return rows.reshape(*rows.shape[:-1], *slot.shape)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

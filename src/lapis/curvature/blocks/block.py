@@ -1,0 +1,143 @@
+"""What every structure's blocks share. A block is a sum over data about some sites; with a prior it becomes a Gaussian.
+
+Inside a block, weights are ordered as its sites lie one after another, each flattened; `LaplacePosterior` translates to
+the flat weight vector.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lapis.curvature.backward.contributions import Contribution
+from lapis.curvature.blocks.spectrum import Spectrum
+from lapis.curvature.recording.sites import Site
+from lapis.errors import StructureError
+from lapis.priors import WeightPrior
+
+
+class Block(ABC):
+    """Curvature of some sites' weights: a sum over data, kept in float64."""
+
+    kind: ClassVar[str]
+    forms_jacobian: ClassVar[bool] = True
+    """Whether seeds are multiplied with the layers' inputs, so that several at once make wider products."""
+    takes_rows: ClassVar[bool] = False
+    """Whether working memory for J itself, all weights of an example, has to be counted."""
+    takes_moments: bool = False
+    """Whether all that is asked of layer inputs is their second moment, position by position."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self.sites = tuple(sites)
+        self.size = sum(site.size for site in sites)
+
+    @abstractmethod
+    def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
+        """Add what some seeds say; `first` for a batch's first seeds (what does not depend on seeds is added then)."""
+
+    def add_row(self, row: int, values: Tensor) -> None:
+        """Add second derivatives `values` (size,) to one row of the curvature matrix."""
+        raise StructureError(
+            f"The {self.kind} structure holds no second derivatives between weights",
+            expected='structure="dense"',
+            got=f"structure={self.kind!r}",
+            do='use curvature="ggn", or structure="dense"',
+        )
+
+    def flush(self) -> None:  # noqa: B027  (most blocks add at once)
+        """Add what is still buffered; called at the end of a pass."""
+
+    @abstractmethod
+    def gaussian(self, prior: WeightPrior, scale: Tensor) -> BlockGaussian:
+        """The Gaussian with precision scale * curvature + prior."""
+
+    @abstractmethod
+    def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
+        """Eigenvalues of the curvature by prior group: a group, or one for each eigenvalue, and a spectrum.
+
+        None where they do not give the posterior's log-determinant (groups that share eigenvectors), or are not known
+        and costly.
+        """
+
+    def check(self, prior: WeightPrior) -> None:  # noqa: B027  (most structures take any prior)
+        """Refuse a prior that the structure cannot hold, before any work."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """The sums, by name."""
+
+    @abstractmethod
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Replace the sums."""
+
+    def clone(self) -> Block:
+        """A block with the same sums that can be added to on its own."""
+        copy = type(self)(**self._options())
+        copy.load({name: tensor.clone() for name, tensor in self.state().items()})
+        return copy
+
+    def _options(self) -> dict[str, Any]:
+        return {"sites": self.sites}
+
+
+class BlockGaussian(ABC):
+    """A zero-mean Gaussian over a block's weights. Vectors are (n, size) in the block's order, float64."""
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """log |precision|; differentiable in the prior precision and the scale."""
+
+    @abstractmethod
+    def color(self, noise: Tensor) -> Tensor:
+        """White noise (n, size), in any floating dtype, turned into draws."""
+
+    @abstractmethod
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """precision @ vectors."""
+
+    @abstractmethod
+    def solve(self, vectors: Tensor) -> Tensor:
+        """covariance @ vectors."""
+
+    @abstractmethod
+    def variance(self) -> Tensor:
+        """Marginal variance of each weight, (size,)."""
+
+    @abstractmethod
+    def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
+        """J Sigma J^T of each example: (B, M, M), or its diagonal (B, M)."""
+
+    @abstractmethod
+    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
+        """J Sigma J^T over all examples: (B, M, B, M)."""
+
+    @abstractmethod
+    def matrix(self) -> Tensor:
+        """The precision matrix (size, size)."""
+
+
+def site_precision(prior: WeightPrior, site: Site) -> Tensor:
+    """Prior precision of a site's weights: 0-d when they share one group, else (*site.shape)."""
+    if common_group(prior, [site]) is not None:
+        return prior.of(site.slots[0].name)
+    parts = []
+    for slot, (start, stop) in zip(site.slots, site.spans(prior.network), strict=True):
+        precision = prior.of(slot.name)
+        if precision.dim() == 0:
+            parts.append(precision.expand(slot.shape))
+        else:
+            offset = prior.network.offsets[slot.name]
+            parts.append(slot.arrange(precision[start - offset : stop - offset]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def common_group(prior: WeightPrior, sites: Sequence[Site]) -> int | None:
+    """The prior group of all the sites' weights, where there is one and one number is their precision."""
+    if prior.group_of is None or prior.scales is not None:
+        return None
+    groups = {prior.group_of[slot.name] for site in sites for slot in site.slots}
+    return groups.pop() if len(groups) == 1 else None

@@ -1,0 +1,232 @@
+"""The dense structure: all second derivatives between the block's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapis.curvature.backward.contributions import Contribution
+from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, site_precision
+from lapis.curvature.blocks.gram import Gram, strips
+from lapis.curvature.blocks.spectrum import Spectrum, spectrum
+from lapis.curvature.recording.sites import Site
+from lapis.errors import NotPositiveDefiniteError
+from lapis.priors import WeightPrior
+
+CHEAP = 512
+"""Up to this size eigenvalues, which serve every prior and noise, are computed without being asked for."""
+
+
+class DenseBlock(Block):
+    """sum_n J_n^T S_n S_n^T J_n, as a matrix (size, size)."""
+
+    kind = "dense"
+    takes_rows = True
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        super().__init__(sites)
+        self._gram = Gram([site.size for site in sites])
+        self._eigenvalues: Tensor | None = None
+
+    def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
+        self._gram.add(contributions)
+
+    def add_row(self, row: int, values: Tensor) -> None:
+        self.curvature[row] += values
+
+    def flush(self) -> None:
+        self._gram.flush()
+
+    @property
+    def few_rows(self) -> Tensor | None:
+        """All rows R with curvature R^T R, float64, where they are few beside the weights; else None."""
+        return self._gram.rows
+
+    @property
+    def lower(self) -> Tensor:
+        """The matrix, of which only the lower triangle means something."""
+        return self._gram.lower
+
+    @property
+    def curvature(self) -> Tensor:
+        """The matrix, all of it."""
+        return self._gram.matrix
+
+    def eigenvalues(self) -> Tensor:
+        """Of the curvature, ascending; computed once."""
+        if self._eigenvalues is None:
+            rows = self.few_rows
+            if rows is None:
+                self._eigenvalues = torch.linalg.eigvalsh(self.curvature)
+            else:
+                found = torch.linalg.eigvalsh(rows @ rows.mT).clamp(min=0)
+                self._eigenvalues = torch.cat([found.new_zeros(self.size - len(rows)), found])
+        return self._eigenvalues
+
+    def gaussian(self, prior: WeightPrior, scale: Tensor) -> DenseGaussian:
+        if common_group(prior, self.sites) is not None:
+            precision = site_precision(prior, self.sites[0])
+        else:
+            parts = [site_precision(prior, site).expand(site.shape).reshape(-1) for site in self.sites]
+            precision = torch.cat(parts)
+        return DenseGaussian(self, precision, scale)
+
+    def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
+        group = common_group(prior, self.sites)
+        if group is None or (self._eigenvalues is None and self.size > CHEAP and self.few_rows is None):
+            return None
+        return [(group, spectrum(self.eigenvalues()))]
+
+    def state(self) -> dict[str, Tensor]:
+        return {"curvature": self.curvature}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self._gram.load(state["curvature"])
+        self._eigenvalues = None
+
+
+class DenseGaussian(BlockGaussian):
+    """Precision scale * curvature + diag(prior), through its Cholesky factor."""
+
+    def __init__(self, block: DenseBlock, prior: Tensor, scale: Tensor) -> None:
+        self.block, self.prior, self.scale = block, prior, scale
+        self.differentiable = prior.requires_grad or scale.requires_grad
+        self.fixed = DenseGaussian(block, prior.detach(), scale.detach()) if self.differentiable else self
+        """The same numbers, for functions that know their own derivatives."""
+        self._factor: Tensor | None = None
+
+    def matrix(self) -> Tensor:
+        matrix = self.scale * self.block.curvature
+        matrix.diagonal().add_(self.prior)
+        return matrix
+
+    def factor(self) -> Tensor:
+        """L with L L^T = precision."""
+        if self._factor is None:
+            upper, info = self._upper()
+            if int(info):
+                with torch.no_grad():
+                    lowest = float(torch.linalg.eigvalsh(self.scale * self.block.curvature)[0])
+                raise NotPositiveDefiniteError(
+                    "The posterior precision is not positive definite",
+                    expected="curvature + prior with positive eigenvalues",
+                    got=f"curvature whose smallest eigenvalue is {lowest:.3g}",
+                    do=f'use curvature="ggn", train to a minimum, or a prior precision above {-lowest:.3g}',
+                )
+            self._factor = upper.mT
+        return self._factor
+
+    def _upper(self) -> tuple[Tensor, Tensor]:
+        """The factor's transpose, and 0 if there is one. Where nobody differentiates, in the memory of one matrix: its
+        lower triangle is the upper one of what LAPACK sees, column after column."""
+        if self.differentiable:
+            upper, info = torch.linalg.cholesky_ex(self.matrix().mT, upper=True)
+            return upper, info
+        matrix = (self.scale * self.block.lower).mT
+        matrix.diagonal().add_(self.prior)
+        info = torch.empty((), dtype=torch.int32, device=matrix.device)
+        torch.linalg.cholesky_ex(matrix, upper=True, out=(matrix, info))
+        return matrix, info
+
+    def logdet(self) -> Tensor:
+        rows = self.block.few_rows
+        if rows is None:
+            value: Tensor = _LogDeterminant.apply(self.prior, self.scale, self.fixed)  # type: ignore[no-untyped-call]
+            return value
+        # |Lambda + s R^T R| = |Lambda| |I + s R Lambda^-1 R^T|
+        inner = self.scale * (rows / self.prior) @ rows.mT + torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+        rest: Tensor = torch.linalg.slogdet(inner).logabsdet
+        return self.prior.expand(self.block.size).log().sum() + rest
+
+    def color(self, noise: Tensor) -> Tensor:
+        draws: Tensor = torch.linalg.solve_triangular(self.factor().mT, noise.double().T, upper=True)
+        return draws.T
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        return vectors @ self.matrix()
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        return torch.cholesky_solve(vectors.T, self.factor()).T
+
+    def variance(self) -> Tensor:
+        value: Tensor = _Variance.apply(self.prior, self.scale, self.fixed)  # type: ignore[no-untyped-call]
+        return value
+
+    def _whitened(self, contributions: Sequence[Contribution]) -> Tensor:
+        """L^-1 J^T as (size, B, M)."""
+        rows = stacked_rows(contributions)
+        seeds, batch, _ = rows.shape
+        flat = rows.transpose(0, 1).reshape(batch * seeds, -1).double()
+        white: Tensor = torch.linalg.solve_triangular(self.factor(), flat.T, upper=False)
+        return white.reshape(-1, batch, seeds)
+
+    def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
+        white = self._whitened(contributions)
+        return white.square().sum(0) if diagonal else torch.einsum("pbm,pbn->bmn", white, white)
+
+    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
+        white = self._whitened(contributions)
+        _, batch, seeds = white.shape
+        flat = white.flatten(1)
+        return (flat.T @ flat).reshape(batch, seeds, batch, seeds)
+
+
+def stacked_rows(contributions: Sequence[Contribution]) -> Tensor:
+    """The sites' Jacobians side by side, (M, B, size)."""
+    parts = [contribution.rows() for contribution in contributions]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _inverse_diagonal(factor: Tensor) -> Tensor:
+    """diag (L L^T)^-1: the columns of L^-1, a strip of them at a time, squared and summed."""
+    spans = list(strips(0, len(factor)))
+    found = [torch.empty(0)] * len(spans)
+    for i, (start, stop) in enumerate(spans):
+        columns = factor.new_zeros(len(factor) - start, stop - start)
+        columns[: stop - start].fill_diagonal_(1)
+        for top, bottom in spans[i:]:
+            place = columns[top - start : bottom - start]
+            place.addmm_(factor[top:bottom, start:top], columns[: top - start], alpha=-1)
+            place.copy_(torch.linalg.solve_triangular(factor[top:bottom, top:bottom], place, upper=False))
+        found[i] = columns.square_().sum(0)
+    return torch.cat(found)
+
+
+class _LogDeterminant(torch.autograd.Function):
+    """log |s C + Lambda|, of which the variances v are the derivatives by Lambda; by s it has
+    trace((s C + Lambda)^-1 C) = (P - sum(Lambda v)) / s."""
+
+    @staticmethod
+    def forward(ctx: Any, prior: Tensor, scale: Tensor, gaussian: DenseGaussian) -> Tensor:
+        ctx.save_for_backward(prior, scale)
+        ctx.gaussian = gaussian
+        return 2 * gaussian.factor().diagonal().log().sum()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
+        prior, scale = ctx.saved_tensors
+        variance: Tensor = _Variance.apply(prior, scale, ctx.gaussian)  # type: ignore[no-untyped-call]
+        by_scale = (len(variance) - (prior * variance).sum()) / scale
+        return (slope * variance).sum_to_size(prior.shape), slope * by_scale, None
+
+
+class _Variance(torch.autograd.Function):
+    """The diagonal v of W = (s C + Lambda)^-1. With slopes u it has the derivatives -(W * W) u by Lambda, and by s
+    -u . diag(W C W) = -u . (v - (W * W) Lambda) / s."""
+
+    @staticmethod
+    def forward(ctx: Any, prior: Tensor, scale: Tensor, gaussian: DenseGaussian) -> Tensor:
+        ctx.save_for_backward(prior, scale)
+        ctx.block = gaussian.block
+        return _inverse_diagonal(gaussian.factor())
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
+        prior, scale = ctx.saved_tensors
+        inverse = torch.linalg.inv(DenseGaussian(ctx.block, prior, scale).matrix())
+        by_prior = -(inverse.square() @ slope)
+        by_scale = -(slope @ inverse.diagonal() + by_prior @ prior.expand(len(slope))) / scale
+        return by_prior.sum_to_size(prior.shape), by_scale, None

@@ -1,0 +1,253 @@
+"""The Kronecker structure (KFAC): for each matrix of weights, G (x) A from gradients and inputs.
+
+A = E[a a^T] over examples and positions, G = sum over examples, seeds and positions of g g^T. With eigenvalues l of the
+factors and prior precision d the posterior precision has eigenvalues l_G l_A + d exactly; the factors are never damped
+apart. Different prior precisions for the columns of A (weights against bias) are exact as well: scale A by D^-1/2 on
+both sides, and the prior is one.
+
+A bias that is independent of its weights has the same G and an A of one, so the two make one block whose A is that of
+the weights with a one beside it: G is summed, decomposed and multiplied with once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lapis.curvature.backward.contributions import Contribution, Lookup, Outer, Rows
+from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, site_precision
+from lapis.curvature.blocks.spectrum import Spectrum, product_spectrum, spectrum
+from lapis.curvature.moments import Moment, symmetric
+from lapis.curvature.recording.sites import Site
+from lapis.errors import ModelError, PriorError
+from lapis.priors import WeightPrior
+
+
+class KroneckerBlock(Block):
+    """Sums behind A (K, I, I), or its diagonal (V,) for look-ups, and G (K, O, O), one pair for each of K groups.
+
+    Of the symmetric sums only the lower triangles are filled. A bias of its own (`bias="separate"`) has no column in A.
+    """
+
+    kind = "kronecker"
+    forms_jacobian = False
+
+    def __init__(self, sites: Sequence[Site], sharing: str = "expand", bias: str = "joint") -> None:
+        super().__init__(sites)
+        (self.site,) = self.sites
+        self.sharing, self.bias = sharing, bias
+        self.takes_moments = sharing == "expand"
+        self.apart = bias == "separate" and len(self.site.slots) == 2
+        groups, outputs, inputs = self.site.shape
+        inputs -= int(self.apart)
+        moment = (inputs,) if self.site.kind == "lookup" else (groups, inputs, inputs)
+        self._inputs = Moment(moment)
+        self._gradients = Moment((groups, outputs, outputs))
+        self.positions = torch.zeros((), dtype=torch.float64)
+        self._eigen: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
+        self._padded = False
+        self._spectra: list[Spectrum] | None = None
+
+    @property
+    def inputs(self) -> Tensor:
+        return self._inputs.total
+
+    @property
+    def gradients(self) -> Tensor:
+        return self._gradients.total
+
+    def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
+        contribution, dtype = contributions[0], contributions[0].dtype
+        if isinstance(contribution, Rows):
+            self._refuse(contribution)
+            return
+        if isinstance(contribution, Outer) and self.sharing == "reduce":
+            contribution = contribution.reduced()  # look-ups always expand: a mean input would fill a V x V matrix
+        if first:
+            contribution.add_input_moment(self._inputs.recent(dtype))
+            self.positions += contribution.positions
+        contribution.add_gradient_moment(self._gradients.recent(dtype))
+
+    def _refuse(self, contribution: Rows) -> None:
+        """A batch that uses the weights in a way that has no Kronecker factors; not using them at all is fine."""
+        if bool(contribution.values.any()):
+            raise ModelError(
+                f"The weights {self.site.label!r} were used in another way than in the first examples",
+                expected="the same layer applied to every example in every batch",
+                got="a batch in which it sees some of the examples only",
+                do='use structure="diagonal" or "dense", which take any use',
+            )
+
+    def mean_inputs(self) -> Tensor:
+        """The lower triangle of A without a bias of its own, or its diagonal for look-ups."""
+        return self.inputs / self.positions.clamp(min=1)
+
+    def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Eigenvalues and vectors of G, then of A (no vectors for look-ups: A is diagonal), a bias of its own among
+        them.
+        """
+        values_g, vectors_g, values, vectors = self._decomposed()
+        if self.apart and vectors is not None and not self._padded:
+            values, vectors = pad(values, (0, 1), value=1.0), pad(vectors, (0, 1, 0, 1))
+            vectors[:, -1, -1] = 1.0
+            self._eigen, self._padded = (values_g, vectors_g, values, vectors), True
+        return values_g, vectors_g, values, vectors
+
+    def _decomposed(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The same, computed once; without the bias until somebody asked for it."""
+        if self._eigen is None:
+            lookup = self.site.kind == "lookup"
+            values, vectors = (self.inputs[None], None) if lookup else _eigh_in_place(self._inputs.copy())
+            values = values / self.positions.clamp(min=1)  # not the sums: no copy of them
+            self._eigen, self._padded = (*_eigh_in_place(self._gradients.copy()), values, vectors), False
+        return self._eigen
+
+    def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
+        group = common_group(prior, self.sites)
+        if prior.group_of is None or (group is None and not self.apart):
+            return None
+        if self._spectra is None:
+            values_g, _, values_a, _ = self._decomposed()
+            if self.apart and self._padded:
+                values_a = values_a[:, :-1]
+            self._spectra = [product_spectrum(values_g, values_a)]
+            if self.apart:
+                self._spectra.append(spectrum(values_g))
+        slots = self.site.slots[: len(self._spectra)]
+        return [(prior.group_of[slot.name], part) for slot, part in zip(slots, self._spectra, strict=True)]
+
+    def check(self, prior: WeightPrior) -> None:
+        if prior.group_of is None or prior.scales is not None:
+            raise PriorError(
+                "A Kronecker posterior cannot hold a prior precision for every weight",
+                expected="precisions that are shared within each parameter",
+                got='groups="weight"' if prior.group_of is None else "a prior with scales",
+                do='use structure "diagonal" or "dense", or groups="parameter"',
+            )
+
+    def gaussian(self, prior: WeightPrior, scale: Tensor) -> KroneckerGaussian:
+        self.check(prior)
+        precision = site_precision(prior, self.site)
+        # where they differ, one for the weights' columns and one for the bias
+        return KroneckerGaussian(self, precision if precision.dim() == 0 else precision[0, 0], scale)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"inputs": self.inputs, "gradients": self.gradients, "positions": self.positions}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self._inputs, self._gradients = (Moment(state[name].shape, state[name]) for name in ("inputs", "gradients"))
+        self.positions = state["positions"]
+        self._eigen = self._spectra = None
+
+    def _options(self) -> dict[str, Any]:
+        return {"sites": self.sites, "sharing": self.sharing, "bias": self.bias}
+
+
+class KroneckerGaussian(BlockGaussian):
+    """Precision (Q_G (x) W) diag(eigenvalues) (Q_G (x) W)^T, so covariance (Q_G (x) R) diag(1 / eigenvalues) (...)^T.
+
+    With one prior precision W = R = Q_A; with one for each input column, D, W = D^1/2 Q_A and R = D^-1/2 Q_A. A bias of
+    its own is an eigenvector of A already and keeps its own precision. For look-ups W and R are the identity, written
+    None.
+    """
+
+    def __init__(self, block: KroneckerBlock, prior: Tensor, scale: Tensor) -> None:
+        self.block, self.prior, self.scale = block, prior, scale
+        values_g, self.outputs, values_a, vectors_a = block.eigen()
+        self.shift = prior
+        self.scaled = prior.dim() > 0 and not block.apart
+        if not self.scaled:
+            self.forth = self.back = vectors_a
+        else:
+            root = prior.sqrt()  # derivatives in it need the whole matrix
+            values_a, vectors = _eigh(
+                symmetric(block.mean_inputs()) / root / root[:, None]
+            )  # derivatives need all of it
+            self.forth, self.back = vectors * root[:, None], vectors / root[:, None]
+            self.shift = torch.ones_like(root[0])
+        self.values = values_g, values_a
+        self._casts: dict[torch.dtype, tuple[Tensor, Tensor, Tensor | None]] = {}
+
+    @cached_property
+    def eigenvalues(self) -> Tensor:
+        """Of the precision in the factors' bases, (K, O, I)."""
+        values_g, values_a = self.values
+        return self.scale * values_g[:, :, None] * values_a[:, None, :] + self.shift
+
+    def logdet(self) -> Tensor:
+        value = self.eigenvalues.log().sum()
+        groups, outputs, _ = self.block.site.shape
+        return value + groups * outputs * self.prior.log().sum() if self.scaled else value
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Variances 1 / eigenvalues, Q_G and R in the network's dtype; kept for the next call."""
+        if dtype not in self._casts:
+            back = None if self.back is None else self.back.to(dtype)
+            self._casts[dtype] = (self.eigenvalues.reciprocal().to(dtype), self.outputs.to(dtype), back)
+        return self._casts[dtype]
+
+    def _array(self, vectors: Tensor) -> Tensor:
+        return vectors.reshape(*vectors.shape[:-1], *self.block.site.shape)
+
+    def color(self, noise: Tensor) -> Tensor:
+        variance, outputs, back = self.factors(noise.dtype)
+        draws = outputs @ (self._array(noise) * variance.sqrt())
+        return (draws if back is None else draws @ back.mT).flatten(1)
+
+    def _through(self, vectors: Tensor, values: Tensor, basis: Tensor | None) -> Tensor:
+        """(Q_G (x) basis) diag(values) (Q_G (x) basis)^T times vectors."""
+        array = self._array(vectors)
+        array = self.outputs.mT @ (array if basis is None else array @ basis)
+        array = self.outputs @ (values * array)
+        return (array if basis is None else array @ basis.mT).flatten(1)
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        return self._through(vectors, self.eigenvalues, self.forth)
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        return self._through(vectors, self.eigenvalues.reciprocal(), self.back)
+
+    def variance(self) -> Tensor:
+        spread = self.outputs.square() @ self.eigenvalues.reciprocal()
+        return (spread if self.back is None else spread @ self.back.square().mT).reshape(-1)
+
+    def _rotated(self, contribution: Contribution) -> tuple[Contribution, Tensor]:
+        """The Jacobian in the basis where the covariance is diagonal, and that diagonal."""
+        variance, outputs, back = self.factors(contribution.dtype)
+        if isinstance(contribution, Lookup):
+            return contribution.rotate(outputs), variance
+        if isinstance(contribution, Rows):
+            return contribution.rotate(back, outputs, self.block.site.shape), variance
+        assert back is not None
+        return contribution.rotate(back, outputs), variance
+
+    def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
+        rotated, variance = self._rotated(contributions[0])
+        return rotated.covariance(variance, diagonal)
+
+    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
+        rotated, variance = self._rotated(contributions[0])
+        return rotated.joint(variance)
+
+    def matrix(self) -> Tensor:
+        size = self.block.size
+        return self.multiply(torch.eye(size, dtype=torch.float64, device=self.eigenvalues.device))
+
+
+def _eigh_in_place(lower: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, with the vectors where the matrix was: LAPACK sees the lower triangle as the upper one of columns."""
+    matrix = lower.mT
+    values = lower.new_empty(lower.shape[:-1])
+    torch.linalg.eigh(matrix, UPLO="U", out=(values, matrix))
+    return values.clamp_(min=0), matrix
+
+
+def _eigh(lower: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors of the symmetric matrix with this lower triangle; what stands above is never read."""
+    values, vectors = torch.linalg.eigh(lower, UPLO="L")
+    return values.clamp(min=0), vectors

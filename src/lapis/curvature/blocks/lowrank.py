@@ -1,0 +1,277 @@
+"""The low-rank structure: the leading eigenpairs of the GGN over all weights, plus the prior.
+
+    A ~ U^T D U + Lambda,    U (r, P) orthonormal rows, D > 0
+
+What is left out are directions whose curvature is small beside the prior: there the prior decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapis.curvature.backward.contributions import Contribution, Outer, Rows
+from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, site_precision
+from lapis.curvature.blocks.spectrum import Spectrum
+from lapis.curvature.recording.sites import Site
+from lapis.errors import MemoryBudgetError, StructureError
+from lapis.priors import WeightPrior
+from lapis.solvers import Operator, lanczos_eigenpairs
+
+RANK_FRACTION = 0.01
+"""An adaptive rank keeps eigenvalues above this fraction of the smallest prior precision: what is left out changes no
+variance by more than a hundredth."""
+
+MOST_ADAPTIVE = 1000
+"""Largest rank chosen on the user's behalf."""
+
+PRECISE = 0.75
+"""Eigenpairs are found to eps to this power, relative to the largest eigenvalue: 2e-12 in float64, 6e-6 in float32."""
+
+TINY = 1e-300
+MARGIN = 1e-6
+"""By this much an eigenvalue must exceed the smallest kept one to take its place."""
+
+
+class LowRankBlock(Block):
+    """Eigenvalues (r,) and eigenvectors (r, size) of the curvature, in float64. Not a sum over data."""
+
+    kind = "lowrank"
+    takes_rows = True
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        super().__init__(sites)
+        self.values = torch.zeros(0, dtype=torch.float64)
+        self.vectors = torch.zeros(0, self.size, dtype=torch.float64)
+        self._grams: tuple[object, Tensor] | None = None
+
+    def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
+        raise StructureError(
+            "Eigenvectors of old and of new data do not add up",
+            expected="a structure that is a sum over data",
+            got='structure="lowrank"',
+            do='fit again to all the data, or use structure="kronecker", "diagonal", "dense" or "implicit"',
+        )
+
+    def grams(self, prior: WeightPrior) -> Tensor | None:
+        """U_g U_g^T of each prior group, (G, r, r), found once for a grouping; None when every weight is a group."""
+        if prior.group_of is None or prior.scales is not None:
+            return None
+        key = tuple(prior.group_of.items())
+        if self._grams is None or self._grams[0] != key:
+            total = self.values.new_zeros(len(prior.precision), len(self.values), len(self.values))
+            for site, part in zip(self.sites, self.parts(self.vectors), strict=True):
+                for slot, piece in zip(site.slots, _columns(site, part), strict=True):
+                    total[prior.group_of[slot.name]] += piece @ piece.mT
+            self._grams = (key, total)
+        return self._grams[1]
+
+    def parts(self, vectors: Tensor) -> list[Tensor]:
+        """(n, size) cut by sites: each (n, *site.shape)."""
+        pieces = torch.split(vectors, [site.size for site in self.sites], -1)
+        return [piece.reshape(len(vectors), *site.shape) for site, piece in zip(self.sites, pieces, strict=True)]
+
+    def gaussian(self, prior: WeightPrior, scale: Tensor) -> LowRankGaussian:
+        parts = [site_precision(prior, site).expand(site.shape).reshape(-1) for site in self.sites]
+        grams = self.grams(prior)
+        small = None if grams is None else (grams / prior.precision[:, None, None]).sum(0)
+        return LowRankGaussian(self, torch.cat(parts), scale, small)
+
+    def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
+        group = common_group(prior, self.sites)
+        if group is None:
+            return None
+        zeros = self.values.new_zeros(1).cpu()
+        counts = torch.ones(len(self.values) + 1, dtype=torch.float64)
+        counts[-1] = self.size - len(self.values)
+        return [(group, Spectrum(torch.cat([self.values.cpu(), zeros]), counts))]
+
+    def state(self) -> dict[str, Tensor]:
+        return {"values": self.values, "vectors": self.vectors}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.values, self.vectors = state["values"], state["vectors"]
+        self._grams = None
+
+
+def _columns(site: Site, part: Tensor) -> list[Tensor]:
+    """The pieces (n, entries) of a site's array that belong to its weight and to its bias."""
+    if len(site.slots) == 1:
+        return [part.flatten(1)]
+    return [part[..., :-1].flatten(1), part[..., -1:].flatten(1)]
+
+
+class LowRankGaussian(BlockGaussian):
+    """Precision Lambda + s U^T D U = Lambda^1/2 (I + V^T V) Lambda^1/2, V = (s D)^1/2 U Lambda^-1/2 (r, size).
+
+    Its inverse is Lambda^-1/2 (I - V^T (I + V V^T)^-1 V) Lambda^-1/2: all that is factorised is (r, r).
+    """
+
+    def __init__(self, block: LowRankBlock, prior: Tensor, scale: Tensor, small: Tensor | None) -> None:
+        """`small`: U Lambda^-1 U^T (r, r) where it is known already."""
+        self.block, self.prior, self.scale = block, prior, scale
+        if small is None:
+            small = (block.vectors / prior) @ block.vectors.mT
+        self._small = small
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        """L (r, r) with L L^T = I + V V^T."""
+        root = (self.scale * self.block.values).sqrt()
+        inner = root[:, None] * self._small * root
+        factor: Tensor = torch.linalg.cholesky(inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
+        return factor
+
+    @cached_property
+    def _scaled(self) -> Tensor:
+        """V Lambda^-1/2 = (s D)^1/2 U Lambda^-1, (r, size)."""
+        return (self.scale * self.block.values).sqrt()[:, None] * self.block.vectors / self.prior
+
+    def _white(self, vectors: Tensor) -> Tensor:
+        """L^-1 vectors for (r, n)."""
+        found: Tensor = torch.linalg.solve_triangular(self._factor, vectors, upper=False)
+        return found
+
+    def logdet(self) -> Tensor:
+        return self.prior.log().sum() + 2 * self._factor.diagonal().log().sum()
+
+    def color(self, noise: Tensor) -> Tensor:
+        # Lambda^-1/2 (I + V^T V)^-1/2 e; with V V^T = W l W^T the root is I - V^T W g(l) W^T V and
+        # g = (1 - (1 + l)^-1/2) / l = 1 / (r (r + 1)), r = sqrt(1 + l): no division by a vanishing l.
+        values, rotation = torch.linalg.eigh(self._factor @ self._factor.mT)
+        root = values.clamp(min=1).sqrt()
+        spread = noise.double() * self.prior.rsqrt()
+        inner = (spread * self.prior) @ self._scaled.mT @ rotation
+        draws: Tensor = spread - (inner / (root * (root + 1))) @ rotation.mT @ self._scaled
+        return draws
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        u = self.block.vectors
+        return vectors * self.prior + (vectors @ u.mT * (self.scale * self.block.values)) @ u
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        inner = torch.cholesky_solve(self._scaled @ vectors.mT, self._factor)
+        return vectors / self.prior - inner.mT @ self._scaled
+
+    def variance(self) -> Tensor:
+        return self.prior.reciprocal() - self._white(self._scaled).square().sum(0)
+
+    def _projected(self, contributions: Sequence[Contribution]) -> tuple[list[Contribution], list[Tensor], Tensor]:
+        """Contributions in float64, prior variances by site, and L^-1 V Lambda^-1/2 J^T as (r, B, M)."""
+        exact = [_double(contribution) for contribution in contributions]
+        parts = [c.project(v) for c, v in zip(exact, self.block.parts(self._scaled), strict=True)]
+        total = torch.stack(parts).sum(0)
+        white = self._white(total.flatten(0, 1).mT).reshape(-1, *total.shape[:2])
+        variances = self.block.parts(self.prior.reciprocal()[None])
+        return exact, [variance[0] for variance in variances], white
+
+    def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
+        exact, variances, white = self._projected(contributions)
+        total = torch.stack([c.covariance(v, diagonal) for c, v in zip(exact, variances, strict=True)]).sum(0)
+        return total - (white.square().sum(0) if diagonal else torch.einsum("rbm,rbn->bmn", white, white))
+
+    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
+        exact, variances, white = self._projected(contributions)
+        total = torch.stack([c.joint(v) for c, v in zip(exact, variances, strict=True)]).sum(0)
+        flat = white.flatten(1)
+        return total - (flat.mT @ flat).reshape(total.shape)
+
+    def matrix(self) -> Tensor:
+        u = self.block.vectors
+        return torch.diag(self.prior) + (u.mT * (self.scale * self.block.values)) @ u
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The largest eigenvalues (r,) of a GGN with their vectors (r, P), falling; `note` says how many and why."""
+
+    values: Tensor
+    vectors: Tensor
+    note: str
+    converged: bool
+
+
+def leading_eigenpairs(
+    operator: Operator,
+    *,
+    rank: int | None,
+    threshold: float,
+    bound: int,
+    memory_budget: int,
+    generator: torch.Generator,
+    progress: bool | None,
+) -> Leading:
+    """The `rank` largest eigenvalues, or when None all above `threshold`, by Lanczos with deflation.
+
+    One Lanczos run sees a single copy of a repeated eigenvalue (a linear last layer repeats all of them). So what was
+    found is projected out and Lanczos runs again, until nothing that is left belongs among the pairs kept.
+
+    Args:
+        operator: the GGN, of rank at most `bound`.
+        memory_budget: bytes; Lanczos keeps its steps (m, P), the result is (r, P) in float64.
+    """
+    per_vector = 8 * operator.size
+    fits = max(1, memory_budget // (4 * per_vector))
+    if rank is not None and rank > fits:
+        raise MemoryBudgetError(
+            f"{rank:,} eigenvectors of {operator.size:,} weights do not fit",
+            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            got=f"{4 * rank * per_vector:,} bytes for the vectors and the search",
+            do=f"ask for at most {fits:,}, or raise memory_budget",
+        )
+    most = min(operator.size, bound, fits, MOST_ADAPTIVE if rank is None else rank)
+    values = torch.zeros(0, dtype=torch.float64, device=operator.device)
+    vectors = torch.zeros(0, operator.size, dtype=operator.dtype, device=operator.device)
+    converged = True
+    while len(values) < operator.size:
+        full = len(values) >= most
+        found = lanczos_eigenpairs(
+            _deflated(operator, vectors),
+            rank=min(most, operator.size - len(values)),
+            tolerance=torch.finfo(operator.dtype).eps ** PRECISE,
+            threshold=float(values[most - 1]) if full else max(threshold if rank is None else 0.0, TINY),
+            max_steps=min(operator.size - len(values), max(4 * most + 40, 1), max(fits, most)),
+            generator=generator,
+            progress=progress,
+        )
+        if len(found.values) == 0:
+            break
+        floor = operator.size * torch.finfo(operator.dtype).eps * float(torch.cat([values, found.values.abs()]).max())
+        fresh = found.values > max(floor, float(values[most - 1]) * (1 + MARGIN) if full else 0.0)
+        if not bool(fresh.any()):
+            break
+        converged = converged and bool(found.converged[fresh].all())
+        values, order = torch.cat([values, found.values[fresh]]).sort(descending=True)
+        vectors = torch.linalg.qr(torch.cat([vectors, found.vectors[fresh]]).mT).Q.mT[order]
+    kept = most if rank is not None or len(values) > most else int((values >= threshold).sum())
+    values, vectors = values[:kept], vectors[:kept]
+    note = f"rank {len(values)}"
+    if rank is None:
+        note += f": eigenvalues of the GGN above {threshold:.3g}"
+        note += f", cut at {most} ({'memory' if most == fits else 'limit'})" if len(values) == most else ""
+    return Leading(values, vectors.double(), note, converged)
+
+
+def _deflated(operator: Operator, vectors: Tensor) -> Operator:
+    """(I - U^T U) A (I - U^T U)."""
+    if len(vectors) == 0:
+        return replace(operator, property="symmetric")
+
+    def without(block: Tensor) -> Tensor:
+        return block - (block @ vectors.mT) @ vectors
+
+    return replace(operator, product=lambda block: without(operator(without(block))), property="symmetric")
+
+
+def _double(contribution: Contribution) -> Contribution:
+    """In float64: the prior's variance minus what the data take from it would cancel in single precision."""
+    if isinstance(contribution, Rows):
+        return Rows(contribution.values.double())
+    if isinstance(contribution, Outer):
+        inputs = contribution.inputs
+        return replace(contribution, inputs=lambda: inputs().double(), g=contribution.g.double())
+    return replace(contribution, g=contribution.g.double())

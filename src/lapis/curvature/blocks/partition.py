@@ -1,0 +1,131 @@
+"""Structures: which weights are correlated in the posterior. A structure cuts the sites into blocks.
+
+* dense: one block over everything. * diagonal: every weight alone. * kronecker: each weight matrix (with its bias) one
+Kronecker block; what has no such form is a small dense block a parameter, or diagonal when large. * lowrank: one block
+over everything, known by its leading eigenpairs. * implicit: no blocks at all, products over the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lapis.curvature.blocks.block import Block
+from lapis.curvature.blocks.dense import DenseBlock
+from lapis.curvature.blocks.diagonal import DiagonalBlock
+from lapis.curvature.blocks.kronecker import KroneckerBlock
+from lapis.curvature.blocks.lowrank import LowRankBlock
+from lapis.curvature.blocks.spectrum import GroupedSpectrum, Spectrum
+from lapis.curvature.recording.sites import Site
+from lapis.errors import MemoryBudgetError, OptionError
+from lapis.priors import WeightPrior
+
+Structure = Literal["dense", "diagonal", "kronecker", "lowrank", "implicit"]
+
+NAMES: dict[str, Structure] = {
+    "dense": "dense",
+    "full": "dense",
+    "diagonal": "diagonal",
+    "diag": "diagonal",
+    "kronecker": "kronecker",
+    "kron": "kronecker",
+    "kfac": "kronecker",
+    "lowrank": "lowrank",
+    "low_rank": "lowrank",
+    "implicit": "implicit",
+    "matrix_free": "implicit",
+}
+
+AUTO_DENSE = 1500
+"""Up to this many weights "auto" is dense: its matrix is small and its factorisation takes well under a second."""
+
+SMALL_BLOCK = 512
+"""Parameters without a Kronecker form get a dense block up to this size."""
+
+DENSE_COPIES = 3
+"""Matrices alive at once at the peak of a dense fit and factorisation."""
+
+
+def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Structure, str]:
+    """The structure meant, and how it was chosen; refused here when it cannot fit in memory."""
+    if name == "auto":
+        fits = DENSE_COPIES * 8 * weights**2 <= memory_budget
+        if weights <= AUTO_DENSE and fits:
+            return "dense", f"dense, chosen for {weights:,} weights (at most {AUTO_DENSE:,})"
+        reason = f"more than {AUTO_DENSE:,}" if fits or weights > AUTO_DENSE else "too many for dense in memory_budget"
+        return "kronecker", f"kronecker, chosen for {weights:,} weights ({reason})"
+    if name not in NAMES:
+        raise OptionError(
+            "Unknown structure",
+            expected='"auto", "dense" ("full"), "diagonal" ("diag"), "kronecker" ("kfac"), "lowrank" or "implicit"',
+            got=repr(name),
+            do="choose one of these",
+        )
+    structure = NAMES[name]
+    needed = DENSE_COPIES * 8 * weights**2
+    if structure == "dense" and needed > memory_budget:
+        raise MemoryBudgetError(
+            f"A dense posterior over {weights:,} weights does not fit",
+            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            got=f"{needed:,} bytes for {DENSE_COPIES} float64 matrices of {weights:,} x {weights:,}",
+            do='use structure="kronecker", "diagonal" or "implicit", weights="last_layer", or a larger memory_budget',
+        )
+    return structure, structure
+
+
+def build_blocks(
+    structure: Structure, sites: Sequence[Site], sharing: str, bias: str, memory_budget: int
+) -> list[Block]:
+    """Empty blocks that partition the sites; `sharing` and `bias` are for Kronecker blocks."""
+    if structure == "dense":
+        return [DenseBlock(sites)]
+    if structure == "lowrank":
+        return [LowRankBlock(sites)]
+    if structure == "diagonal":
+        return [DiagonalBlock([site]) for site in sites]
+    needed = sum(_kronecker_bytes(site) for site in sites if site.kind != "rows")
+    if needed > memory_budget:
+        largest = max((site for site in sites if site.kind != "rows"), key=_kronecker_bytes)
+        raise MemoryBudgetError(
+            "The Kronecker factors do not fit",
+            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            got=f"{needed:,} bytes, most of it for {largest.label!r}",
+            do='use structure="diagonal", choose fewer weights, or a larger memory_budget',
+        )
+    return [_kronecker_or_small(site, sharing, bias) for site in sites]
+
+
+def _kronecker_or_small(site: Site, sharing: str, bias: str) -> Block:
+    if site.kind != "rows":
+        return KroneckerBlock([site], sharing, bias)
+    return DenseBlock([site]) if site.size <= SMALL_BLOCK else DiagonalBlock([site])
+
+
+def _kronecker_bytes(site: Site) -> int:
+    """Factors and their eigenvectors in float64."""
+    groups, outputs, inputs = site.shape
+    return 16 * groups * (outputs**2 + (inputs if site.kind == "lookup" else inputs**2))
+
+
+def grouped_spectrum(blocks: Sequence[Block], prior: WeightPrior) -> GroupedSpectrum | None:
+    """Eigenvalues of all blocks by prior group; None where some block has none to give, or the prior has scales."""
+    if prior.scales is not None:
+        return None
+    parts: list[tuple[int | Tensor, Spectrum]] = []
+    for block in blocks:
+        found = block.spectra(prior)
+        if found is None:
+            return None
+        parts += found
+    return GroupedSpectrum(parts, len(prior.precision))
+
+
+def to_device(blocks: Sequence[Block], device: torch.device) -> None:
+    """Move new blocks, which are made on the processor and have taken no memory there yet."""
+    if device.type == "cpu":
+        return
+    for block in blocks:
+        block.load({name: tensor.to(device) for name, tensor in block.state().items()})

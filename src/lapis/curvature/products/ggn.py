@@ -1,0 +1,262 @@
+"""The GGN of a data set known by its products alone, and the Gaussian that it makes with a prior.
+
+With G = s^1/2 S^T J (M x P; M = examples x positions x columns of S) the precision is A = G^T G + Lambda. The same
+Gaussian can be worked with in the space of weights (systems with A, P unknowns) or of outputs (systems with
+B = I + G Lambda^-1 G^T, M unknowns, which needs no inverse of a singular S S^T):
+
+    A^-1 = Lambda^-1 - Lambda^-1 G^T B^-1 G Lambda^-1,    log |A| = log |Lambda| + log |B|.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Batch, digest, joined, naming
+from lapis.curvature.outputs import check_outputs
+from lapis.curvature.products.jacobian import Jacobian
+from lapis.likelihoods import Likelihood
+from lapis.network import Network
+from lapis.priors import WeightPrior
+from lapis.solvers import (
+    CGResult,
+    Diagonal,
+    Operator,
+    Preconditioner,
+    SpectralQuadrature,
+    conjugate_gradients,
+    preconditioned,
+    spectral_quadrature,
+)
+
+Space = Literal["weights", "outputs"]
+
+KEPT_FACTORS = 64 * 2**20
+"""Factors S are kept up to this many bytes; beyond, each product computes them anew from the outputs."""
+
+
+class Factors(Sequence[Tensor]):
+    """S of each batch, (B, T, C, R) float64, at the trained outputs; computed when asked for, kept if small."""
+
+    def __init__(self, likelihood: Likelihood, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        self.likelihood, self.outputs, self.targets = likelihood, outputs, targets
+        self._kept: dict[int, Tensor] = {}
+        self._keeps = sum(f.numel() * f.shape[-1] for f in outputs) * 8 <= KEPT_FACTORS
+
+    def _at(self, index: int) -> Tensor:
+        found = self._kept.get(index)
+        if found is None:
+            found = self.likelihood.factor(self.outputs[index], self.targets[index]).detach()
+            if self._keeps:
+                self._kept[index] = found
+        return found
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(index, slice):
+            return Factors(self.likelihood, self.outputs[index], self.targets[index])
+        return self._at(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
+
+
+class ImplicitCurvature:
+    """sum_n J_n^T S_n S_n^T J_n as a function, with the data behind it; and the sums that the evidence needs.
+
+    Kept in memory: the data, the network's outputs for them in float64, and S when small. Blocks of vectors (k, P) go
+    in and come out in the network's dtype.
+    """
+
+    def __init__(
+        self, network: Network, likelihood: Likelihood, batches: Sequence[Batch], signature: str, memory_budget: int
+    ) -> None:
+        self.network, self.likelihood, self.signature, self.memory_budget = (
+            network,
+            likelihood,
+            signature,
+            memory_budget,
+        )
+        self.jacobian = Jacobian(network, likelihood.canonical, batches, memory_budget=memory_budget)
+        self.outputs = self.jacobian.outputs[0].shape[-1]
+        self.targets: list[Tensor] = []
+        sums: list[Tensor] = []
+        self.digest = 0
+        for batch, f, shape in zip(batches, self.jacobian.outputs, self.jacobian.shapes, strict=True):
+            with naming(batch.where):
+                check_outputs(f, self.outputs)
+                likelihood.check_outputs(f)
+                self.targets.append(likelihood.targets(batch.targets, f, shape))
+            sums.append(likelihood.statistics(f, self.targets[-1]))
+            self.digest = (self.digest + digest(batch.inputs, batch.targets)) % 2**64
+        self.statistics = torch.stack(sums).sum(0)
+        self.n_data = sum(map(len, batches))
+        self.factors = Factors(likelihood, self.jacobian.outputs, self.targets)
+        self.order: Tensor | None = None
+        """Where each example lay before the data were rebatched; None for an unchanged order."""
+
+    @property
+    def batches(self) -> Sequence[Batch]:
+        return self.jacobian.batches
+
+    @cached_property
+    def rows(self) -> int:
+        """M, the number of rows of G."""
+        first = self.factors[0]
+        return self.jacobian.n_outputs // first.shape[-2] * first.shape[-1]
+
+    def root(self, vectors: Tensor) -> Tensor:
+        """S^T J v, (k, M)."""
+        pairs = zip(self.jacobian.forward(vectors), self.factors, strict=True)
+        return torch.cat([(s.to(u.dtype).mT @ u[..., None])[..., 0].flatten(1) for u, s in pairs], 1)
+
+    def root_transposed(self, rows: Tensor) -> Tensor:
+        """J^T S u for rows u (k, M), (k, P)."""
+        seeds, start = [], 0
+        for s in self.factors:
+            stop = start + s[..., 0, :].numel()
+            u = rows[:, start:stop].reshape(len(rows), *s.shape[:2], s.shape[-1], 1)
+            seeds.append((s.to(rows.dtype) @ u)[..., 0])
+            start = stop
+        return self.jacobian.backward(seeds)
+
+    def product(self, vectors: Tensor) -> Tensor:
+        """The GGN times each vector, (k, P)."""
+        return self.jacobian.ggn(vectors, self.likelihood, self.targets)
+
+    def part(self, index: int) -> ImplicitCurvature:
+        """The same for one batch alone."""
+        part = object.__new__(ImplicitCurvature)
+        part.__dict__.update({name: value for name, value in self.__dict__.items() if name != "rows"})
+        part.jacobian = self.jacobian.at(index)
+        part.targets = [self.targets[index]]
+        part.factors = Factors(self.likelihood, part.jacobian.outputs, part.targets)
+        return part
+
+    def rebatched(self, size: int, generator: torch.Generator) -> ImplicitCurvature:
+        """The same data in batches of at most `size`, examples shuffled where their shapes allow to join batches."""
+        whole, order = joined(self.batches), None
+        if whole is not None:
+            order = torch.randperm(len(whole), generator=generator, device=generator.device).to(whole.targets.device)
+        sources = self.batches if whole is None or order is None else [whole.chosen(order)]
+        parts = [part for batch in sources for part in batch.split(size)]
+        numbered = [replace(part, index=i, start=0) for i, part in enumerate(parts)]
+        found = ImplicitCurvature(self.network, self.likelihood, numbered, self.signature, self.memory_budget)
+        found.order = order
+        return found
+
+    def reordered(self, rows: Tensor) -> Tensor:
+        """Rows (k, M) in the order of the data that this was rebatched from, in the order of these batches."""
+        if self.order is None:
+            return rows
+        return rows.reshape(len(rows), len(self.order), -1)[:, self.order].flatten(1)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """Weight vectors (k, P), and the conjugate gradients behind them, whose own `solution` lies in the space that was
+    solved in: a start for a similar system.
+    """
+
+    vectors: Tensor
+    result: CGResult
+
+
+@dataclass(frozen=True)
+class ImplicitGaussian:
+    """N(0, A^-1), A = scale * GGN + Lambda, by solves. Blocks (k, P) are in the network's dtype."""
+
+    curvature: ImplicitCurvature
+    prior: WeightPrior
+    scale: Tensor
+    space: Space
+    tolerance: float
+    max_iterations: int
+    preconditioner: Preconditioner | None = None
+    """M near A for systems in the weights' space; the prior when None."""
+
+    @cached_property
+    def precision(self) -> Tensor:
+        """Lambda's diagonal, (P,), in the network's dtype."""
+        return self.prior.vector().detach().to(self.curvature.network.dtype)
+
+    @cached_property
+    def _scale(self) -> float:
+        return float(self.scale.detach())
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """A v."""
+        return self.curvature.product(vectors).mul_(self._scale).addcmul_(self.precision, vectors)
+
+    def operator(self) -> Operator:
+        """A."""
+        network = self.curvature.network
+        return Operator(self.multiply, network.size, network.dtype, network.device)
+
+    def output_operator(self) -> Operator:
+        """B = I + G Lambda^-1 G^T."""
+        network = self.curvature.network
+
+        def product(rows: Tensor) -> Tensor:
+            return rows + self._scale * self.curvature.root(self.curvature.root_transposed(rows) / self.precision)
+
+        return Operator(product, self.curvature.rows, network.dtype, network.device)
+
+    def solve(self, vectors: Tensor, **how: Any) -> Solved:
+        """A^-1 v of each vector; `how` goes to `conjugate_gradients` (start, callback, progress)."""
+        if self.space == "weights":
+            found = self._run(self.operator(), vectors, self.preconditioner or Diagonal(self.precision), how)
+            return Solved(found.solution, found)
+        root, spread = self._scale**0.5, vectors / self.precision
+        found = self._run(self.output_operator(), self.curvature.root(spread).mul_(root), None, how)
+        return Solved(spread.sub_(self._pulled(found.solution), alpha=root), found)
+
+    def draws(self, white: Tensor, rows: Tensor, **how: Any) -> Solved:
+        """Draws z = A^-1 (Lambda^1/2 e + G^T u) of N(0, A^-1) from white noise e (k, P) and u (k, M).
+
+        In the outputs' space z = z0 + Lambda^-1 G^T B^-1 (u - G z0) with z0 = Lambda^-1/2 e: the same draws.
+        """
+        root = self._scale**0.5
+        if self.space == "weights":
+            target = self.curvature.root_transposed(rows).mul_(root)
+            return self.solve(target.addcmul_(self.precision.sqrt(), white), **how)
+        first = white * self.precision.rsqrt()
+        found = self._run(self.output_operator(), rows - root * self.curvature.root(first), None, how)
+        return Solved(first.add_(self._pulled(found.solution), alpha=root), found)
+
+    def _pulled(self, rows: Tensor) -> Tensor:
+        return self.curvature.root_transposed(rows).div_(self.precision)
+
+    def _run(
+        self, operator: Operator, target: Tensor, preconditioner: Preconditioner | None, how: dict[str, Any]
+    ) -> CGResult:
+        return conjugate_gradients(
+            operator,
+            target,
+            preconditioner=preconditioner,
+            tolerance=self.tolerance,
+            max_iterations=self.max_iterations,
+            **how,
+        )
+
+    def spectrum(
+        self, probes: int, steps: int, generator: torch.Generator, progress: bool | None
+    ) -> SpectralQuadrature:
+        """Quadrature over the eigenvalues of Lambda^-1/2 A Lambda^-1/2 (those of B, and ones): log |A| - log |Lambda|
+        is its trace of log t, gamma that of 1 - 1/t.
+        """
+        operator = self.output_operator() if self.space == "outputs" else self.operator()
+        if self.space == "weights":
+            operator = preconditioned(operator, Diagonal(self.precision))
+        return spectral_quadrature(operator, probes=probes, steps=steps, generator=generator, progress=progress)

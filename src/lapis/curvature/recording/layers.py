@@ -1,0 +1,259 @@
+"""What each kind of layer's input and output-gradient say about its weights: one small rule a kind.
+
+The tape listens to torch functions, not to modules, so a rule holds however a weight is used: through its module,
+through `F.linear(x, layer.weight)`, tied, or packed in attention. A rule turns a recorded call into `Use`s; each use
+knows its slots and turns raw output-gradients into the arrays of `contributions`. A rule that does not understand a
+call returns nothing, and the weights concerned fall to the general per-example rule: slower, and exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapis.curvature.recording.batch_axis import BatchAxis
+from lapis.curvature.recording.patches import PatchMoment, count, patches, rows_overlap, transposed_patches
+from lapis.curvature.recording.sites import Slot
+
+
+@dataclass(frozen=True)
+class Call:
+    """A recorded function call with a chosen weight among its arguments."""
+
+    function: Callable[..., Any]
+    rule: Rule
+    arguments: dict[str, Any]
+    slots: dict[str, Slot]
+    """Argument name -> the slot of the chosen weights that it holds."""
+    output_shape: torch.Size
+    edge: Any
+    """Autograd's name for the output: gradients can be taken with respect to it even after in-place changes."""
+    probe: Tensor
+    """A tensor with the examples somewhere among its axes; where, is found by comparing two batch sizes."""
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal uses in different batches."""
+        return (self.function, tuple((name, slot.rows) for name, slot in self.slots.items()))
+
+
+@dataclass(frozen=True)
+class OuterUse:
+    """A linear map: `inputs()` gives (K, B, T, I), `gradient(raw)` gives (K, M, B, T, O)."""
+
+    weight: Slot | None
+    bias: Slot | None
+    inputs: Callable[[], Tensor]
+    gradient: Callable[[Tensor], Tensor]
+    moment: PatchMoment | None = None
+    """The sum of a a^T over the inputs, where it is faster not to make them."""
+
+
+@dataclass(frozen=True)
+class LookupUse:
+    weight: Slot
+    index: Tensor
+    gradient: Callable[[Tensor], Tensor]
+    entries: int
+    padding: int | None
+    bias: Slot | None = None
+
+
+@dataclass(frozen=True)
+class RowsUse:
+    """`rows(raw)` gives (M, B, entries)."""
+
+    weight: Slot
+    rows: Callable[[Tensor], Tensor]
+    bias: Slot | None = None
+
+
+Use = OuterUse | LookupUse | RowsUse
+Rule = Callable[[Call, BatchAxis], list[Use]]
+
+
+@cache
+def vector_slot(slot: Slot) -> Slot:
+    """A slot as a column of outputs: (groups, outputs) flattened to (1, outputs, 1)."""
+    return replace(slot, view=(slot.size,), axes=(0,), shape=(1, slot.size, 1))
+
+
+# linear maps ---------------------------------------------------------------------------------------
+
+
+def _positions(tensor: Tensor, axis: BatchAxis, lead: int) -> Tensor:
+    """(*lead, ..., features) -> (*lead, B, T, features)."""
+    fronted = axis.front(tensor, lead)
+    return fronted.flatten(lead + 1, -2) if fronted.dim() > lead + 2 else fronted.unsqueeze(lead + 1)
+
+
+def _linear_map(x: Tensor, weight: Slot | None, bias: Slot | None, axis: BatchAxis) -> list[Use]:
+    return [
+        OuterUse(
+            weight,
+            None if bias is None else vector_slot(bias),
+            lambda: _positions(x, axis, 0)[None],
+            lambda raw: _positions(raw, axis, 1)[None],
+        )
+    ]
+
+
+@cache
+def _matrix(slot: Slot, shape: torch.Size, transposed: bool) -> Slot:
+    """A two-dimensional weight as (1, outputs, inputs); `transposed` when it is stored (inputs, outputs)."""
+    rows, columns = shape
+    if transposed:
+        return replace(slot, view=(rows, columns), axes=(1, 0), shape=(1, columns, rows))
+    return replace(slot, view=(rows, columns), axes=(0, 1), shape=(1, rows, columns))
+
+
+def linear(call: Call, axis: BatchAxis) -> list[Use]:
+    weight = call.slots.get("weight")
+    if weight is not None:
+        weight = _matrix(weight, call.arguments["weight"].shape, transposed=False)
+    return _linear_map(call.arguments["input"], weight, call.slots.get("bias"), axis)
+
+
+def matmul(call: Call, axis: BatchAxis) -> list[Use]:
+    """x @ W with a weight on the right, and addmm(bias, x, W)."""
+    x, weight = call.arguments["input"], call.arguments["weight"]
+    slot = call.slots.get("weight")
+    if "input" in call.slots or x.dim() < 2 or weight.dim() != 2 or call.arguments.get("beta", 1) != 1:
+        return []
+    bias = call.slots.get("bias")
+    if bias is not None and call.arguments["bias"].shape != (weight.shape[1],):
+        return []
+    if slot is not None:
+        slot = _matrix(slot, weight.shape, transposed=True)
+    return _linear_map(x, slot, bias, axis)
+
+
+# convolutions --------------------------------------------------------------------------------------
+
+
+def _convolution(call: Call, axis: BatchAxis, transposed: bool) -> list[Use]:
+    x, weight, groups = call.arguments["input"], call.arguments["weight"], call.arguments["groups"]
+    if axis.dim != 0 or x.dim() != weight.dim():
+        return []
+    kernel = tuple(weight.shape[2:])
+    slot = call.slots.get("weight")
+    if slot is not None and (slot.start, slot.stop) != (0, weight.shape[0]):
+        return []
+    if transposed:
+        per_group, outputs = weight.shape[0] // groups, weight.shape[1]
+        view, axes = (groups, per_group, outputs, count(kernel)), (0, 2, 1, 3)
+    else:
+        per_group, outputs = weight.shape[1], weight.shape[0] // groups
+        view, axes = (groups, outputs, per_group, count(kernel)), (0, 1, 2, 3)
+    if slot is not None:
+        slot = replace(slot, view=view, axes=axes, shape=(groups, outputs, per_group * count(kernel)))
+    bias = call.slots.get("bias")
+    if bias is not None:
+        bias = replace(bias, view=(groups, outputs, 1), axes=(0, 1, 2), shape=(groups, outputs, 1))
+    unfold = transposed_patches if transposed else patches
+    overlapping = not transposed and rows_overlap(x, kernel, call.arguments)
+
+    def inputs() -> Tensor:
+        a = unfold(x, kernel, call.arguments, groups)
+        return a if axis.trivial else axis.unfold(a, 1).flatten(2, 4)  # frames of an example are positions too
+
+    def gradient(raw: Tensor) -> Tensor:
+        g = raw.reshape(*raw.shape[:2], groups, outputs, -1).permute(2, 0, 1, 4, 3)
+        return g if axis.trivial else axis.unfold(g, 2).flatten(3, 5)
+
+    moment = PatchMoment(x, kernel, call.arguments, groups) if overlapping else None
+    return [OuterUse(slot, bias, inputs, gradient, moment)]
+
+
+def convolution(call: Call, axis: BatchAxis) -> list[Use]:
+    return _convolution(call, axis, transposed=False)
+
+
+def transposed_convolution(call: Call, axis: BatchAxis) -> list[Use]:
+    return _convolution(call, axis, transposed=True)
+
+
+# look-ups, norms, broadcasts -----------------------------------------------------------------------
+
+
+def embedding(call: Call, axis: BatchAxis) -> list[Use]:
+    arguments = call.arguments
+    if arguments["max_norm"] is not None or arguments["scale_grad_by_freq"] or "weight" not in call.slots:
+        return []
+    entries = arguments["weight"].shape[0]
+    padding = arguments["padding_idx"]
+    index = axis.front(arguments["input"])
+    slot = _matrix(call.slots["weight"], arguments["weight"].shape, transposed=True)
+    index = index.flatten(1) if index.dim() > 1 else index[:, None]
+    return [
+        LookupUse(
+            slot,
+            index,
+            lambda raw: _positions(raw, axis, 1).mT,
+            entries,
+            None if padding is None else padding % entries,
+        )
+    ]
+
+
+def _broadcast_rows(slot: Slot, shape: torch.Size, axis: BatchAxis, factor: Tensor | None) -> RowsUse:
+    """A parameter of `shape`, broadcast against the output and multiplied there by `factor` (or one)."""
+
+    def rows(raw: Tensor) -> Tensor:
+        product = raw if factor is None else raw * factor
+        aligned = (1,) * (product.dim() - 1 - len(shape)) + tuple(shape)
+        kept = (*aligned[: axis.dim], 1, 1, *aligned[axis.dim + 1 :])
+        summed = [2 + place for place, length in enumerate(kept) if length == 1]
+        return axis.unfold(product, 1).sum(summed).reshape(*product.shape[:1], -1, count(shape))
+
+    entries = count(shape)
+    return RowsUse(replace(slot, view=(entries,), axes=(0,), shape=(entries,)), rows)
+
+
+_PRODUCTS = (torch.mul, torch.Tensor.mul)
+
+
+def broadcast(call: Call, axis: BatchAxis) -> list[Use]:
+    """x + w, x * w and w.expand(...), w broadcast over the examples."""
+    uses: list[Use] = []
+    if call.arguments.get("alpha", 1) != 1 or call.probe.shape != call.output_shape:
+        return []
+    for name, slot in call.slots.items():
+        shape = call.arguments[name].shape
+        place = axis.dim - (len(call.output_shape) - len(shape))
+        if place >= 0 and shape[place] != 1:
+            return []
+        factor = call.probe.detach() if call.function in _PRODUCTS else None
+        uses.append(_broadcast_rows(slot, shape, axis, factor))
+    return uses if len(uses) == 1 else []
+
+
+def _norm(call: Call, axis: BatchAxis, trailing: int) -> list[Use]:
+    """Weights multiply the normalised input; `trailing` axes of length one follow them."""
+    with torch.no_grad():
+        bare: dict[str, Any] = {name: None for name in ("weight", "bias") if name in call.arguments}
+        normalised = call.function(**{**call.arguments, **bare})
+    return [
+        _broadcast_rows(
+            slot,
+            torch.Size((*call.arguments[name].shape, *(1,) * trailing)),
+            axis,
+            normalised if name == "weight" else None,
+        )
+        for name, slot in call.slots.items()
+    ]
+
+
+def channel_norm(call: Call, axis: BatchAxis) -> list[Use]:
+    """Batch, group and instance norm: weights along axis 1."""
+    return _norm(call, axis, call.probe.dim() - 2) if axis.dim == 0 else []
+
+
+def layer_norm(call: Call, axis: BatchAxis) -> list[Use]:
+    """Layer and root-mean-square norm: weights over the last axes."""
+    return _norm(call, axis, 0)

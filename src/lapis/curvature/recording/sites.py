@@ -1,0 +1,143 @@
+"""Where weights sit: a slot is a part of one parameter, a site a set of slots that one kind of layer use explains.
+
+A site's weights form an array `shape`: (groups, outputs, inputs) for matrices, where a bias is the last column of
+inputs; (entries,) otherwise. `gather` and `scatter` translate between that order and the flat weight vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lapis.network import Network
+
+Kind = Literal["outer", "lookup", "rows"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Rows start..stop of a parameter (its first axis), and the view that makes them a (groups, outputs, inputs) array.
+
+    The rows, reshaped to `view` and permuted by `axes`, reshape to `shape`.
+    """
+
+    name: str
+    start: int
+    stop: int
+    view: tuple[int, ...]
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> tuple[str, int, int]:
+        """What decides whether two slots are the same weights."""
+        return (self.name, self.start, self.stop)
+
+    @property
+    def size(self) -> int:
+        return int(torch.Size(self.view).numel())
+
+    def arrange(self, part: Tensor) -> Tensor:
+        """(..., size) in the parameter's order -> (..., *shape)."""
+        lead = part.shape[:-1]
+        n = len(lead)
+        view = part.reshape(*lead, *self.view)
+        return view.permute(*range(n), *(n + axis for axis in self.axes)).reshape(*lead, *self.shape)
+
+    def restore(self, array: Tensor) -> Tensor:
+        """(..., *shape) -> (..., size) in the parameter's order."""
+        lead = array.shape[: array.dim() - len(self.shape)]
+        n = len(lead)
+        inverse = [self.axes.index(axis) for axis in range(len(self.axes))]
+        permuted = array.reshape(*lead, *(self.view[axis] for axis in self.axes))
+        return permuted.permute(*range(n), *(n + axis for axis in inverse)).reshape(*lead, self.size)
+
+
+def whole(network: Network, name: str) -> Slot:
+    """A parameter as a plain list of entries."""
+    shape = network.shapes[name]
+    size = int(torch.Size(shape).numel())
+    return Slot(name, 0, shape[0] if shape else 1, (size,), (0,), (size,))
+
+
+@dataclass(frozen=True)
+class Site:
+    """Weights that are explained together. `weight` may be None (a bias alone), so may `bias`."""
+
+    kind: Kind
+    weight: Slot | None
+    bias: Slot | None = None
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(slot for slot in (self.weight, self.bias) if slot is not None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.weight is None:
+            assert self.bias is not None
+            return self.bias.shape
+        if self.bias is None:
+            return self.weight.shape
+        groups, outputs, inputs = self.weight.shape
+        return (groups, outputs, inputs + 1)
+
+    @property
+    def size(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def label(self) -> str:
+        return " + ".join(slot.name for slot in self.slots)
+
+    def spans(self, network: Network) -> list[tuple[int, int]]:
+        """Where each slot lies in the flat weight vector."""
+        found = []
+        for slot in self.slots:
+            shape = network.shapes[slot.name]
+            row = int(torch.Size(shape[1:]).numel())
+            start = network.offsets[slot.name] + slot.start * row
+            found.append((start, start + slot.size))
+        return found
+
+    def gather(self, vector: Tensor, network: Network) -> Tensor:
+        """(..., P) -> (..., *shape)."""
+        parts = [
+            slot.arrange(vector[..., start:stop])
+            for slot, (start, stop) in zip(self.slots, self.spans(network), strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def parts(self, array: Tensor) -> list[Tensor]:
+        """(..., *shape) -> (..., *slot.shape) for each slot."""
+        return [array] if len(self.slots) == 1 else [array[..., :-1], array[..., -1:]]
+
+    def scatter(self, array: Tensor, vector: Tensor, network: Network) -> None:
+        """Write (..., *shape) into its places in (..., P)."""
+        for slot, part, (start, stop) in zip(self.slots, self.parts(array), self.spans(network), strict=True):
+            vector[..., start:stop] = slot.restore(part)
+
+    def to_config(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_config(config: dict[str, Any]) -> Site:
+        def slot(entry: dict[str, Any] | None) -> Slot | None:
+            if entry is None:
+                return None
+            shapes = {key: tuple(entry[key]) for key in ("view", "axes", "shape")}
+            return Slot(entry["name"], entry["start"], entry["stop"], **shapes)
+
+        return Site(config["kind"], slot(config["weight"]), slot(config["bias"]))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which site explains which weights; the sites partition the chosen ones, in the order of the flat vector."""
+
+    sites: tuple[Site, ...] = ()
+    general: frozenset[str] = frozenset()
+    """Parameters that no rule for layers explains: their sites take per-example gradients."""

@@ -1,0 +1,63 @@
+"""What a pass over data leaves behind: sums, so that passes over parts of the data add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from lapis.curvature.blocks.block import Block
+from lapis.curvature.tape import Tape
+
+
+@dataclass
+class Curvature:
+    """Sums over data: curvature blocks, likelihood statistics, number of examples."""
+
+    kind: str
+    """"ggn", "sampled" or "empirical" Fisher information, or "hessian"."""
+    tape: Tape
+    blocks: list[Block]
+    statistics: Tensor
+    """The sums that the likelihood needs for log p(D)."""
+    n_data: int = 0
+    fisher_samples: int = 1
+    signature: str = ""
+    """Shapes and dtypes of the inputs seen, for messages."""
+    outputs: int = 0
+    """Outputs of the network at one position."""
+    digest: int = 0
+    """Fingerprint of the data, the same for any order and batching."""
+    sites_of: list[list[int]] = field(default_factory=list)
+    """For each block, the indices of its sites among the tape's."""
+
+    def __post_init__(self) -> None:
+        index = {id(site): i for i, site in enumerate(self.tape.plan.sites)}
+        self.sites_of = [[index[id(site)] for site in block.sites] for block in self.blocks]
+
+    @cached_property
+    def forms_jacobian(self) -> bool:
+        """Whether some block multiplies gradients with layer inputs, so that several seeds make wider products."""
+        return any(block.forms_jacobian for block in self._layer_blocks)
+
+    @cached_property
+    def row_length(self) -> int:
+        """Weights of the blocks that take all of an example's seeds as rows of J."""
+        return sum(block.size for block in self.blocks if block.takes_rows)
+
+    @cached_property
+    def takes_moments(self) -> bool:
+        """Whether all that is asked of layer inputs is their second moment, position by position."""
+        return all(block.takes_moments for block in self._layer_blocks)
+
+    @property
+    def _layer_blocks(self) -> list[Block]:
+        return [block for block in self.blocks if block.sites[0].kind != "rows"]
+
+    def clone(self) -> Curvature:
+        """The same sums, to be added to on their own."""
+        return Curvature(
+            self.kind, self.tape, [block.clone() for block in self.blocks], self.statistics.clone(), self.n_data,
+            self.fisher_samples, self.signature, self.outputs, self.digest,
+        )  # fmt: skip

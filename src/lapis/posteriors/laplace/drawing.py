@@ -1,0 +1,368 @@
+"""Drawing weights of the exact posterior by optimisation: conjugate gradients, or SGD on minibatches.
+
+A draw is the minimiser of 1/2 |G z - u|^2 + 1/2 |z - z0|^2_Lambda with white noise u and z0 = Lambda^-1/2 e. In units
+of the prior, y = Lambda^1/2 z and F = G Lambda^-1/2, with data terms summed over minibatches b:
+
+    noisy:      1/2 sum_b |F_b y - u_b|^2 + 1/2 |y - e|^2            gradient  F_b^T (F_b y - u_b) + y - e
+    low noise:  1/2 sum_b |F_b y|^2       + 1/2 |y - e - F^T u|^2    gradient  F_b^T F_b y         + y - e - F^T u
+
+Both have the gradient (I + F^T F) y - e - F^T u over all data, hence the same minimiser, and nothing singular is
+inverted. Only the low-noise one keeps u out of the minibatches.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lapis.curvature.products.ggn import ImplicitCurvature
+from lapis.errors import FileError, LapisWarning, OptionError
+from lapis.posteriors.files import read, write
+from lapis.posteriors.laplace.drawn import Drawing, DrawnPosterior
+from lapis.solvers import CGProgress, Operator, SGDSettings, SGDState, sgd, sgd_learning_rate
+from lapis.solvers.operator import norms
+
+if TYPE_CHECKING:
+    from lapis.posteriors.laplace.implicit import ImplicitPosterior
+
+SAVE_SECONDS = 30.0
+"""A checkpoint is written at most this often, beside when interrupted and at the end."""
+
+SGD_RESIDUAL = 0.1
+"""Draws by SGD count as converged below this |A z - b| / |b|; variances are then right to about a percent."""
+
+RATE_STEPS = 8
+"""Lanczos steps behind a learning rate; each keeps a weight vector."""
+
+RATE_BATCHES = 3
+"""Minibatches whose top eigenvalues bound the learning rate."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked of `ImplicitPosterior.draw`, with defaults filled in."""
+
+    k: int
+    method: str
+    objective: str | None
+    epochs: int | None
+    batch_size: int | None
+    learning_rate: float | None
+    clip: float | None
+
+
+def options(
+    k: int,
+    method: str,
+    objective: str | None,
+    epochs: int | None,
+    batch_size: int | None,
+    learning_rate: float | None,
+    clip: float | None,
+) -> Options:
+    """Checked options; those of SGD have no meaning for conjugate gradients."""
+    if method not in ("cg", "sgd"):
+        raise OptionError("Unknown method of drawing", expected='"cg" or "sgd"', got=repr(method), do="choose one")
+    if method == "cg":
+        given = {"objective": objective, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
+        given["clip"] = clip
+        for name, value in given.items():
+            if value is not None:
+                raise OptionError(
+                    f"Conjugate gradients have no {name}: they see all data, and both objectives are one system",
+                    expected=f"{name}=None",
+                    got=repr(value),
+                    do=f'leave {name} out, or use method="sgd"',
+                )
+        return Options(k, method, None, None, None, None, None)
+    objective = "low_noise" if objective is None else objective
+    if objective not in ("noisy", "low_noise"):
+        raise OptionError("Unknown objective", expected='"noisy" or "low_noise"', got=repr(objective), do="choose one")
+    epochs, batch_size = 20 if epochs is None else epochs, 128 if batch_size is None else batch_size
+    for name, number in (("epochs", epochs), ("batch_size", batch_size)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise OptionError(f"Bad {name}", expected="a whole number >= 1", got=repr(number), do="pass a positive one")
+    return Options(k, method, objective, epochs, batch_size, learning_rate, clip)
+
+
+def white(posterior: ImplicitPosterior, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """White noise e (P,) and u (M,) of one draw, in the network's dtype."""
+    how: dict[str, Any] = {"dtype": posterior.network.dtype, "generator": generator, "device": generator.device}
+    device = posterior.network.device
+    noise = torch.randn(posterior.n_weights, **how).to(device)
+    return noise, torch.randn(posterior.curvature.rows, **how).to(device)
+
+
+def draw(
+    posterior: ImplicitPosterior,
+    chosen: Options,
+    generator: torch.Generator,
+    checkpoint: str | os.PathLike[str] | None,
+    progress: bool | None,
+) -> DrawnPosterior:
+    """See `ImplicitPosterior.draw`."""
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    kept = Checkpoint.open(checkpoint, _facts(posterior, chosen, seed))
+    make = _by_cg if chosen.method == "cg" else _by_sgd
+    deviations, drawing = make(posterior, chosen, seed, kept, progress)
+    return DrawnPosterior(
+        network=posterior.network,
+        likelihood=posterior.likelihood,
+        fitted_likelihood=posterior.fitted_likelihood,
+        prior=posterior.prior,
+        weight_prior=posterior.weight_prior,
+        deviations=deviations,
+        mean=posterior.mean,
+        fingerprint=posterior.fingerprint,
+        temperature=posterior.temperature,
+        memory_budget=posterior.memory_budget,
+        drawing=drawing,
+        examples=posterior.n_data,
+        width=posterior.n_outputs,
+        seen=posterior.signature,
+    )
+
+
+def noise(posterior: ImplicitPosterior, seed: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """White noise of draws first..last, (n, P) and (n, M); each has a stream of its own, to be made again."""
+    pairs = []
+    for number in range(first, last):
+        source = torch.Generator(posterior.network.device).manual_seed((seed + number) % 2**63)
+        pairs.append(white(posterior, source))
+    return torch.stack([e for e, _ in pairs]), torch.stack([u for _, u in pairs])
+
+
+def _by_cg(
+    posterior: ImplicitPosterior, chosen: Options, seed: int, kept: Checkpoint, progress: bool | None
+) -> tuple[Tensor, Drawing]:
+    """All draws by conjugate gradients, as many at once as memory allows."""
+    gaussian, step = posterior.gaussian, posterior.vectors_at_once()
+    done: list[Tensor] = [kept.tensors["done"]] if "done" in kept.tensors else []
+    iterations: list[int] = list(kept.facts.get("iterations", []))
+    residuals: list[float] = list(kept.facts.get("residuals", []))
+    stopped: list[str] = list(kept.facts.get("stopped", []))
+    products = int(kept.facts.get("products", 0))
+    start = kept.tensors.get("solution")
+
+    def facts() -> dict[str, Any]:
+        return {"iterations": iterations, "residuals": residuals, "stopped": stopped, "products": products}
+
+    for first in range(len(iterations), chosen.k, step):
+        e, u = noise(posterior, seed, first, min(first + step, chosen.k))
+
+        def note(now: CGProgress) -> None:
+            tensors = {"solution": now.solution, **({"done": torch.cat(done)} if done else {})}
+            kept.offer(tensors, facts())
+
+        with kept.guarded():
+            solved = gaussian.draws(e, u, start=start, callback=note, progress=progress)
+        start = None
+        done.append(posterior.solved(solved))
+        iterations += solved.result.iterations.tolist()
+        residuals += solved.result.relative_residuals.tolist()
+        stopped += solved.result.stopped
+        products += solved.result.products
+        kept.offer({"done": torch.cat(done)}, facts(), now=True)
+    reason = ", ".join(f"{stopped.count(why)} {why}" for why in sorted(set(stopped)))
+    converged = all(why == "converged" for why in stopped)
+    drawing = Drawing("cg", None, seed, tuple(iterations), tuple(residuals), converged, reason, products)
+    return torch.cat(done), drawing
+
+
+class Descent:
+    """SGD for some draws: minibatches, their order, and the gradient of either objective in units of the prior."""
+
+    def __init__(self, posterior: ImplicitPosterior, objective: str, batch_size: int, seed: int, k: int) -> None:
+        self.objective, self.seed = objective, seed
+        source = torch.Generator(posterior.network.device).manual_seed((seed + 2**40) % 2**63)
+        self.data = posterior.curvature.rebatched(batch_size, source)
+        self.parts = [self.data.part(i) for i in range(len(self.data.batches))]
+        e, u = noise(posterior, seed, 0, k)
+        self.start, rows = e, self.data.reordered(u)
+        self.rows = torch.split(rows, [part.rows for part in self.parts], 1) if objective == "noisy" else None
+        self.target = self.data.root_transposed(rows)
+        self.root, self.scale = torch.ones(()), 1.0
+        self._rescale(posterior)
+        self.target.add_(e)
+        """e + F^T u, (k, P)."""
+
+    def _rescale(self, posterior: ImplicitPosterior) -> None:
+        """Bring the pulled noise from the present prior and noise to the posterior's."""
+        old, self.root = self.root.to(posterior.mean), posterior.gaussian.precision.sqrt()
+        change, self.scale = float(posterior.scale.detach()) / self.scale, float(posterior.scale.detach())
+        self.target.mul_(change**0.5 * old / self.root)
+
+    def moved(self, posterior: ImplicitPosterior) -> Descent:
+        """This descent under another prior and noise of the likelihood: the same white noise, no pass over data."""
+        self.target.sub_(self.start)
+        self._rescale(posterior)
+        self.target.add_(self.start)
+        return self
+
+    def _pulled(self, data: ImplicitCurvature, rows: Tensor) -> Tensor:
+        """F^T u."""
+        return data.root_transposed(rows).div_(self.root).mul_(self.scale**0.5)
+
+    def product(self, part: ImplicitCurvature, y: Tensor, weight: float) -> Tensor:
+        """weight F_b^T F_b y + y."""
+        return part.product(y / self.root).div_(self.root).mul_(weight * self.scale).add_(y)
+
+    def place(self, step: int) -> int:
+        """The minibatch of a step: each once an epoch, in an order of the epoch's own."""
+        count = len(self.parts)
+        order = torch.Generator().manual_seed((self.seed + 2**41 + step // count) % 2**63)
+        return int(torch.randperm(count, generator=order)[step % count])
+
+    def gradient(self, y: Tensor, step: int) -> Tensor:
+        """An unbiased estimate of (I + F^T F) y - e - F^T u from one minibatch."""
+        place, count = self.place(step), len(self.parts)
+        part = self.parts[place]
+        found = self.product(part, y, count)
+        if self.rows is None:
+            return found.sub_(self.target)
+        return found.sub_(self._pulled(part, self.rows[place]), alpha=count).sub_(self.start)
+
+    def residuals(self, y: Tensor) -> Tensor:
+        """|(I + F^T F) y - e - F^T u| / |e + F^T u| over all data, in units of the weights: |A z - b| / |b|."""
+        left = self.product(self.data, y, 1.0).sub_(self.target).mul_(self.root)
+        return norms(left) / norms(self.target * self.root)
+
+    @staticmethod
+    def judged(residuals: Tensor) -> bool:
+        """Whether the residuals are those of draws; a warning when they are not."""
+        converged = bool((residuals <= SGD_RESIDUAL).all())
+        if not converged:
+            warnings.warn(
+                f"SGD left a relative residual of {float(residuals.max()):.2g}, above {SGD_RESIDUAL}: these are not "
+                "yet draws of the posterior. Raise epochs or batch_size.",
+                LapisWarning,
+                stacklevel=5,
+            )
+        return converged
+
+    def learning_rate(self, momentum: float) -> float:
+        """Half of the largest stable rate, for the steepest of a few minibatches."""
+        source = torch.Generator(self.root.device).manual_seed(0)
+        rates = []
+        for part in self.parts[:RATE_BATCHES]:
+            product = partial(self.product, part, weight=len(self.parts))
+            operator = Operator(product, len(self.root), self.root.dtype, self.root.device)
+            rates.append(sgd_learning_rate(operator, momentum=momentum, steps=RATE_STEPS, generator=source))
+        return min(rates)
+
+
+def _by_sgd(
+    posterior: ImplicitPosterior, chosen: Options, seed: int, kept: Checkpoint, progress: bool | None
+) -> tuple[Tensor, Drawing]:
+    assert chosen.objective is not None
+    assert chosen.epochs is not None
+    assert chosen.batch_size is not None
+    descent = Descent(posterior, chosen.objective, chosen.batch_size, seed, chosen.k)
+    if kept.tensors:
+        state = SGDState.load({name: t.to(descent.root.device) for name, t in kept.tensors.items()}, kept.facts["sgd"])
+    else:
+        rate = chosen.learning_rate or descent.learning_rate(0.9)
+        settings = SGDSettings(chosen.epochs * len(descent.parts), rate, 0.9, chosen.clip, "tail", 0.5)
+        state = SGDState.begin(descent.start, settings)
+    if descent.rows is None:
+        descent.start = descent.start[:0]  # held by the state from here on
+
+    def note(now: SGDState) -> None:
+        kept.offer(now.tensors(), {"sgd": now.config()}, now=now.step == now.settings.steps)
+
+    with kept.guarded():
+        found = sgd(descent.gradient, state, callback=note, progress=progress)
+    residuals = descent.residuals(found.solution)
+    steps = found.state.step
+    reason = (
+        f"{chosen.epochs} epochs of {len(descent.parts)} minibatches at rate {found.state.settings.learning_rate:.3g}"
+    )
+    products, converged = chosen.k * (chosen.epochs + 2), descent.judged(residuals)
+    drawing = Drawing(
+        "sgd", chosen.objective, seed, (steps,) * chosen.k, tuple(residuals.tolist()), converged, reason, products
+    )
+    return found.solution.div_(descent.root), drawing
+
+
+def _facts(posterior: ImplicitPosterior, chosen: Options, seed: int) -> dict[str, Any]:
+    """What must be the same for a draw to go on."""
+    return {
+        **asdict(chosen),
+        "seed": seed,
+        "space": posterior.space,
+        "fingerprint": posterior.fingerprint,
+        "data": posterior.curvature.digest,
+        "precision": float(posterior.weight_prior.vector().detach().sum()),
+        "scale": float(posterior.scale.detach()),
+    }
+
+
+class Checkpoint:
+    """What is done of a draw, in a file (none without a path). `tensors` and `facts` are what an earlier run left."""
+
+    def __init__(self, path: Path | None, draw: dict[str, Any]) -> None:
+        self.path, self.draw = path, draw
+        self.tensors: dict[str, Tensor] = {}
+        self.facts: dict[str, Any] = {}
+        self._latest: Callable[[], None] | None = None
+        self._written = time.monotonic()
+
+    @staticmethod
+    def open(path: str | os.PathLike[str] | None, draw: dict[str, Any]) -> Checkpoint:
+        kept = Checkpoint(None if path is None else Path(path), draw)
+        if kept.path is None or not kept.path.exists():
+            return kept
+        config, kept.tensors = read(kept.path)
+        if "draw" not in config:
+            raise FileError(
+                f"{path} is no checkpoint of a draw",
+                expected="a file written by draw(checkpoint=...)",
+                got="another Lapis file",
+                do="choose another path",
+            )
+        changed = [name for name in draw if config["draw"].get(name) != draw[name]]
+        if changed:
+            raise FileError(
+                f"{path} belongs to another draw",
+                expected=f"{changed[0]} = {config['draw'].get(changed[0])!r}",
+                got=repr(draw[changed[0]]),
+                do="pass the same arguments as before, or delete the file to start anew",
+            )
+        kept.facts = config["facts"]
+        return kept
+
+    def offer(self, tensors: dict[str, Tensor], facts: dict[str, Any], now: bool = False) -> None:
+        """Write this state when it is time, and remember it for an interruption."""
+        if self.path is None:
+            return
+        path = self.path
+        self._latest = lambda: write(path, {"draw": self.draw, "facts": facts}, tensors)
+        if now or time.monotonic() - self._written > SAVE_SECONDS:
+            self._latest()
+            self._written = time.monotonic()
+
+    def guarded(self) -> _Guard:
+        return _Guard(self)
+
+
+class _Guard:
+    """Writes the latest state when what it surrounds is interrupted."""
+
+    def __init__(self, kept: Checkpoint) -> None:
+        self.kept = kept
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self.kept._latest is not None:
+            self.kept._latest()

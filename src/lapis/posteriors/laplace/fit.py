@@ -1,0 +1,332 @@
+"""Fitting a Laplace posterior: checks before any long work, a plan of the network's layers, one pass over the data."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from lapis.batches import Batch, batches, describe, naming, take
+from lapis.curvature.accumulate import accumulate
+from lapis.curvature.blocks.lowrank import RANK_FRACTION, LowRankBlock, leading_eigenpairs
+from lapis.curvature.blocks.partition import Structure, build_blocks, resolve_structure, to_device
+from lapis.curvature.plan import PLANNING_EXAMPLES, planned_tape
+from lapis.curvature.products.ggn import ImplicitCurvature
+from lapis.curvature.sums import Curvature
+from lapis.curvature.tape import Tape
+from lapis.errors import DataError, LapisWarning, OptionError
+from lapis.likelihoods import Likelihood
+from lapis.likelihoods import resolve as resolve_likelihood
+from lapis.network import Network, Weights
+from lapis.posteriors.base import check_temperature
+from lapis.posteriors.laplace.implicit import ImplicitPosterior
+from lapis.posteriors.laplace.stored import LaplacePosterior
+from lapis.priors import Prior, WeightPrior, as_prior
+from lapis.solvers import Operator
+
+log = logging.getLogger("lapis")
+
+MANY_OUTPUTS = 256
+"""Above this many outputs an example (positions included) curvature="ggn" samples the Fisher information instead."""
+
+CURVATURES = {
+    "ggn": "ggn",
+    "exact": "ggn",
+    "sampled": "sampled",
+    "fisher": "sampled",
+    "empirical": "empirical",
+    "hessian": "hessian",
+}
+
+MATRIX_FREE = ("lowrank", "implicit")
+
+
+@overload
+def laplace(
+    model: nn.Module,
+    data: Any,
+    likelihood: str | Likelihood,
+    *,
+    structure: Literal["implicit", "matrix_free"],
+    weights: Weights = ...,
+    prior: Prior | float | Tensor = ...,
+    curvature: str = ...,
+    temperature: float = ...,
+    generator: torch.Generator | None = ...,
+    batch_size: int | None = ...,
+    memory_budget: int = ...,
+    progress: bool | None = ...,
+) -> ImplicitPosterior: ...
+@overload
+def laplace(
+    model: nn.Module,
+    data: Any,
+    likelihood: str | Likelihood,
+    *,
+    structure: str = ...,
+    weights: Weights = ...,
+    prior: Prior | float | Tensor = ...,
+    curvature: str = ...,
+    temperature: float = ...,
+    sharing: Literal["expand", "reduce"] = ...,
+    bias: Literal["joint", "separate"] = ...,
+    fisher_samples: int = ...,
+    rank: int | None = ...,
+    generator: torch.Generator | None = ...,
+    batch_size: int | None = ...,
+    memory_budget: int = ...,
+    progress: bool | None = ...,
+) -> LaplacePosterior: ...
+def laplace(
+    model: nn.Module,
+    data: Any,
+    likelihood: str | Likelihood,
+    *,
+    structure: str = "auto",
+    weights: Weights = "all",
+    prior: Prior | float | Tensor = 1.0,
+    curvature: str = "ggn",
+    temperature: float = 1.0,
+    sharing: Literal["expand", "reduce"] = "expand",
+    bias: Literal["joint", "separate"] = "joint",
+    fisher_samples: int = 1,
+    rank: int | None = None,
+    generator: torch.Generator | None = None,
+    batch_size: int | None = None,
+    memory_budget: int = 4 * 2**30,
+    progress: bool | None = None,
+) -> LaplacePosterior | ImplicitPosterior:
+    r"""Fit a Laplace posterior to a trained network in one pass over its training data.
+
+    q(theta) = N(t, A^-1), A = sum_n J_n^T H_n J_n / temperature + Lambda, at the trained weights t.
+
+    Args:
+        model: any module; it comes back exactly as it was. Curvature is taken in evaluation mode.
+        data: a DataLoader, a Dataset, a pair (inputs, targets), or an iterable of such batches. Inputs may be a tensor,
+            a tuple (positional arguments) or a dictionary (keywords).
+        likelihood: "regression", "classification", "binary", "poisson", "heteroscedastic", or a `Likelihood`.
+        structure: "dense", "diagonal", "kronecker", "lowrank" (leading eigenpairs of the GGN), "implicit" (nothing is
+            stored; exact, by solves over the data: an `ImplicitPosterior`), or "auto" (dense for small networks, else
+            kronecker).
+        weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter).
+        prior: a precision, or a `Prior`.
+        curvature: "ggn" (exact; sampled, with a warning, when an example has very many outputs), "exact", "sampled"
+            (Fisher information from `fisher_samples` drawn targets), "empirical", or "hessian" (dense only). The
+            lowrank and implicit structures are always exact.
+        temperature: the likelihood enters as p(D | theta)^(1 / temperature).
+        sharing: how Kronecker factors treat positions that share weights: each an example, or merged first.
+        bias: whether a bias is correlated with its weights in the Kronecker posterior, or independent of them.
+        rank: eigenpairs of the lowrank structure; when None, all above a hundredth of the smallest prior precision.
+        generator: source of randomness for sampled curvature; seeded with 0 when not given.
+        batch_size: for data that are not batched yet.
+        memory_budget: bytes; work is cut to fit, and refused before it starts when it cannot.
+        progress: show a progress bar; by default on a terminal only.
+
+    >>> import torch, lapis
+    >>> x = torch.linspace(-1, 1, 20)[:, None]
+    >>> model = torch.nn.Linear(1, 1)
+    >>> posterior = lapis.laplace(model, (x, 2 * x), "regression")
+    >>> posterior.predict(x).mean.shape
+    torch.Size([20, 1])
+    """
+    likelihood = resolve_likelihood(likelihood)
+    _check_options(curvature, temperature, sharing, bias, fisher_samples, batch_size, memory_budget, rank)
+    chosen_prior = as_prior(prior)
+    probe = Network(model)
+    stream, total = batches(data, dtype=probe.dtype, device=probe.device, batch_size=batch_size)
+    first = next(stream, None)
+    if first is None:
+        raise DataError("There is no data", expected="at least one example", got="empty batches", do="check the loader")
+    few = take(first.inputs, 0, min(len(first), PLANNING_EXAMPLES))
+    network = probe if weights == "all" else Network(model, weights, example=few)
+    network.example = few
+    chosen, note = resolve_structure(structure, network.size, memory_budget)
+    _check_structure(chosen, structure, curvature, rank)
+    weight_prior = chosen_prior.resolve(network)
+    common: dict[str, Any] = {
+        "network": network,
+        "likelihood": likelihood,
+        "fitted_likelihood": likelihood,
+        "prior": chosen_prior,
+        "weight_prior": weight_prior,
+        "structure": chosen,
+        "mean": network.flat(),
+        "fingerprint": network.fingerprint(),
+        "temperature": temperature,
+        "memory_budget": memory_budget,
+    }
+    with network.prepared():
+        with naming(f"batch {first.index}"):
+            if chosen == "implicit":
+                tape = Tape(network, likelihood.canonical)
+                outputs = tape.record(few).f  # proves that an example's output is its own
+            else:
+                tape, outputs = planned_tape(network, likelihood.canonical, first.inputs)
+            likelihood.check_outputs(outputs)
+        network.signature = describe(first.inputs)
+        fit = _Fit(
+            network, likelihood, chain([first], stream), total, weight_prior, temperature, memory_budget, progress
+        )
+        if chosen == "implicit":
+            return ImplicitPosterior(curvature=fit.implicit(), **common)
+        kind, choices = CURVATURES[curvature], [note]
+        if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS and chosen not in MATRIX_FREE:
+            kind = "sampled"
+            choices.append(
+                f"Fisher information from {fisher_samples} drawn target(s), for {outputs[0].numel()} outputs an example"
+            )
+            warnings.warn(
+                f"With {outputs[0].numel()} outputs an example the Fisher information is sampled; "
+                'curvature="exact" forbids that.',
+                LapisWarning,
+                stacklevel=2,
+            )
+        if tape.plan.general:
+            choices.append(f"general per-example rule for {', '.join(sorted(tape.plan.general))}")
+        blocks = build_blocks(chosen, tape.plan.sites, sharing, bias, memory_budget)
+        to_device(blocks, network.device)
+        for block in blocks:
+            block.check(weight_prior)
+        sums = Curvature(
+            kind=kind,
+            tape=tape,
+            blocks=blocks,
+            statistics=torch.zeros((), dtype=torch.float64, device=network.device),
+            fisher_samples=fisher_samples,
+            signature=network.signature,
+            outputs=outputs.shape[-1],
+        )
+        source = generator or torch.Generator(network.device).manual_seed(0)
+        if chosen == "lowrank":
+            choices.append(fit.low_rank(sums, rank, source))
+        else:
+            fit.sums(sums, source)
+        for choice in choices:
+            log.info("%s", choice)
+        return LaplacePosterior(curvature=sums, choices=tuple(choices), **common)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The pass over the data, for each kind of structure."""
+
+    network: Network
+    likelihood: Likelihood
+    stream: Iterator[Batch]
+    total: int | None
+    prior: WeightPrior
+    temperature: float
+    memory_budget: int
+    progress: bool | None
+
+    def sums(self, curvature: Curvature, generator: torch.Generator) -> None:
+        """Add the data to the blocks."""
+        accumulate(
+            curvature,
+            self.network,
+            self.likelihood,
+            self.stream,
+            total=self.total,
+            generator=generator,
+            memory_budget=self.memory_budget,
+            progress=self.progress,
+        )
+
+    def implicit(self) -> ImplicitCurvature:
+        """The GGN by its products; the data are kept."""
+        signature = self.network.signature or ""
+        return ImplicitCurvature(self.network, self.likelihood, list(self.stream), signature, self.memory_budget)
+
+    def low_rank(self, curvature: Curvature, rank: int | None, generator: torch.Generator) -> str:
+        """Fill the block with the leading eigenpairs, and say how many and why."""
+        products, network = self.implicit(), self.network
+        precision = float(self.prior.vector().detach().min())
+        operator = Operator(products.product, network.size, network.dtype, network.device, "symmetric")
+        found = leading_eigenpairs(
+            operator,
+            rank=rank,
+            threshold=RANK_FRACTION * precision * self.temperature,
+            bound=products.rows,
+            memory_budget=self.memory_budget,
+            generator=generator,
+            progress=self.progress,
+        )
+        (block,) = curvature.blocks
+        assert isinstance(block, LowRankBlock)
+        ordered = torch.cat([site.gather(found.vectors, network).flatten(1) for site in block.sites], 1)
+        block.load({"values": found.values, "vectors": ordered})
+        curvature.statistics, curvature.n_data = products.statistics, products.n_data
+        curvature.digest = products.digest
+        if not found.converged:
+            warnings.warn(
+                f"Not all of the {len(found.values)} leading eigenpairs were found to their tolerance; "
+                "use float64, or a smaller rank.",
+                LapisWarning,
+                stacklevel=4,
+            )
+        return found.note
+
+
+def _check_structure(chosen: Structure, asked: str, curvature: str, rank: int | None) -> None:
+    if CURVATURES[curvature] == "hessian" and chosen != "dense":
+        raise OptionError(
+            "The Hessian is available for the dense structure only",
+            expected='structure="dense"',
+            got=f"structure={asked!r}, which is {chosen}",
+            do='use curvature="ggn", or structure="dense" on fewer weights',
+        )
+    if chosen in MATRIX_FREE and CURVATURES[curvature] != "ggn":
+        raise OptionError(
+            f"The {chosen} structure is made of exact products with the GGN",
+            expected='curvature="ggn" or "exact"',
+            got=repr(curvature),
+            do='leave curvature out, or use structure="kronecker", "diagonal" or "dense"',
+        )
+    if rank is not None and chosen != "lowrank":
+        raise OptionError(
+            "A rank has no meaning here",
+            expected='rank=None, or structure="lowrank"',
+            got=f"rank={rank} with structure={asked!r}, which is {chosen}",
+            do="leave rank out",
+        )
+
+
+def _check_options(
+    curvature: str,
+    temperature: float,
+    sharing: str,
+    bias: str,
+    fisher_samples: int,
+    batch_size: int | None,
+    budget: int,
+    rank: int | None,
+) -> None:
+    check_temperature(temperature)
+    for name, value, allowed in (
+        ("curvature", curvature, tuple(CURVATURES)),
+        ("sharing", sharing, ("expand", "reduce")),
+        ("bias", bias, ("joint", "separate")),
+    ):
+        if value not in allowed:
+            raise OptionError(
+                f"Unknown {name}",
+                expected=", ".join(map(repr, allowed)),
+                got=repr(value),
+                do="choose one of these",
+            )
+    for name, number in (
+        ("fisher_samples", fisher_samples),
+        ("batch_size", 1 if batch_size is None else batch_size),
+        ("memory_budget", budget),
+        ("rank", 1 if rank is None else rank),
+    ):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise OptionError(
+                f"Bad {name}", expected="a whole number, at least 1", got=repr(number), do="pass a positive number"
+            )

@@ -1,0 +1,385 @@
+"""The exact Laplace posterior of a network of any size: nothing is stored but the data, everything is a solve."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Inputs, batches
+from lapis.curvature.products.ggn import ImplicitCurvature, ImplicitGaussian, Solved, Space
+from lapis.errors import LapisWarning, OptionError
+from lapis.evidence import TangentMode, Tuning
+from lapis.likelihoods import Likelihood
+from lapis.network import Network
+from lapis.posteriors.base import GaussianPosterior, check_draws
+from lapis.posteriors.laplace import drawing
+from lapis.posteriors.laplace import tuning_by_draws as expectation
+from lapis.posteriors.laplace import tuning_by_evidence as tuning
+from lapis.posteriors.laplace.drawn import DrawnPosterior
+from lapis.posteriors.laplace.stored import LaplacePosterior
+from lapis.posteriors.predicting import linearised as functional
+from lapis.predictions import LatentGaussian
+from lapis.priors import Groups, Prior, WeightPrior
+from lapis.solvers import (
+    CallablePreconditioner,
+    Estimate,
+    Operator,
+    QuadratureEstimate,
+    SpectralQuadrature,
+    hutchinson_diagonal,
+)
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Relative residuals that solves go to when no tolerance is given."""
+
+BLOCKS = 12
+"""Blocks of vectors that a solve holds at its peak, products included."""
+
+MOST_VECTORS = 64
+"""Vectors solved for together, when memory allows it."""
+
+
+@dataclass(frozen=True)
+class Solver:
+    """How systems with the posterior precision are solved.
+
+    Args:
+        space: "weights" (P unknowns), "outputs" (examples x outputs unknowns), or "auto": the smaller one.
+        tolerance: on |A x - b| / |b|; 1e-10 for a float64 network and 1e-5 for float32 when None.
+        max_iterations: of conjugate gradients.
+        preconditioner: a posterior of the same network and data in a stored structure, best "kronecker"; it follows
+            the prior. For the weights' space.
+    """
+
+    space: Literal["auto", "weights", "outputs"] = "auto"
+    tolerance: float | None = None
+    max_iterations: int = 2000
+    preconditioner: LaplacePosterior | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.space not in ("auto", "weights", "outputs"):
+            raise OptionError(
+                "Unknown space to solve in",
+                expected='"auto", "weights" or "outputs"',
+                got=repr(self.space),
+                do="choose one of these",
+            )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ImplicitPosterior(GaussianPosterior):
+    """N(mean, (scale * GGN + prior)^-1) with the exact GGN of the data, by products and solves over them.
+
+    Made by `lapis.laplace(..., structure="implicit")`. The data and the network's outputs for them stay in memory. What
+    other posteriors know in closed form is here a solve (`solve`, `sample`, `functional_variance`: exact to the
+    solver's tolerance) or an estimate with its standard error (`log_evidence_estimate`,
+    `effective_parameters_estimate`); `draw` makes a posterior of K weight vectors, whose predictions are cheap.
+
+    >>> import torch, lapis
+    >>> x = torch.linspace(-1, 1, 20, dtype=torch.float64)[:, None]
+    >>> model = torch.nn.Linear(1, 1).double()
+    >>> posterior = lapis.laplace(model, (x, 2 * x), "regression", structure="implicit")
+    >>> posterior.space
+    'weights'
+    >>> posterior.draw(4).predict(x).variance.shape
+    torch.Size([20, 1])
+    """
+
+    network: Network
+    likelihood: Likelihood
+    fitted_likelihood: Likelihood
+    prior: Prior
+    weight_prior: WeightPrior
+    curvature: ImplicitCurvature
+    structure: Any
+    mean: Tensor
+    fingerprint: str
+    temperature: float
+    memory_budget: int
+    solver: Solver = field(default_factory=Solver)
+    tuning: Tuning | None = None
+    tangent: TangentMode | None = None
+
+    # solves ----------------------------------------------------------------------------------------
+
+    @property
+    def space(self) -> Space:
+        """Where systems are solved: in the outputs' space when examples x outputs are fewer than weights."""
+        if self.solver.space != "auto":
+            return self.solver.space
+        return "outputs" if self.curvature.rows < self.n_weights else "weights"
+
+    def with_solver(self, **changes: Any) -> ImplicitPosterior:
+        """The same posterior with other settings of `Solver`: space, tolerance, max_iterations, preconditioner."""
+        solver = replace(self.solver, **changes)
+        other = solver.preconditioner
+        if other is not None and other.fingerprint != self.fingerprint:
+            raise OptionError(
+                "The preconditioner belongs to another network",
+                expected="a posterior of this network with the same weights chosen",
+                got=repr(other),
+                do="fit it to this network",
+            )
+        if other is not None:
+            solver = replace(solver, preconditioner=other.with_prior(self.prior))
+        return replace(self, solver=solver)
+
+    @cached_property
+    def gaussian(self) -> ImplicitGaussian:
+        """N(0, A^-1)."""
+        other, preconditioner = self.solver.preconditioner, None
+        if other is not None:
+            stored = replace(
+                other, prior=self.prior, weight_prior=self.weight_prior, likelihood=self.likelihood,
+                temperature=self.temperature, tuning=None, tangent=None,
+            )  # fmt: skip
+            preconditioner = CallablePreconditioner(lambda v: stored.solve(v).to(v.dtype))
+        tolerance = self.solver.tolerance or TOLERANCES[self.network.dtype]
+        return ImplicitGaussian(
+            self.curvature, self.weight_prior, self.scale, self.space, tolerance, self.solver.max_iterations,
+            preconditioner,
+        )  # fmt: skip
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        """Covariance times weight vectors (P,) or (k, P), float64."""
+        self._check_model()
+        block = vectors.reshape(-1, self.n_weights).to(self.network.dtype)
+        parts = [self.solved(self.gaussian.solve(part)) for part in torch.split(block, self.vectors_at_once())]
+        return torch.cat(parts).double().reshape(vectors.shape)
+
+    def vectors_at_once(self) -> int:
+        """How many vectors are solved for together within the memory budget."""
+        return max(1, min(MOST_VECTORS, self.memory_budget // (BLOCKS * self.n_weights * self.mean.element_size())))
+
+    def solved(self, solved: Solved) -> Tensor:
+        """The vectors, after a warning when they are not what was asked for."""
+        if not bool(solved.result.converged.all()):
+            worst = float(solved.result.relative_residuals.max())
+            warnings.warn(
+                f"A solve ended with a relative residual of {worst:.1e} ({', '.join(set(solved.result.stopped))}), "
+                f"above the tolerance of {self.gaussian.tolerance:.1e}. Raise max_iterations or tolerance by "
+                "with_solver(), use a preconditioner, or float64.",
+                LapisWarning,
+                stacklevel=3,
+            )
+        return solved.vectors
+
+    # over weights ----------------------------------------------------------------------------------
+
+    def sample(self, n: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of the weights, (n, P), each an exact perturb-and-solve. Without a generator those of seed 0."""
+        self._check_model()
+        source = check_draws(n, generator, self.network.device)
+        noise = [drawing.white(self, source) for _ in range(n)]
+        parts = []
+        for start in range(0, n, self.vectors_at_once()):
+            some = noise[start : start + self.vectors_at_once()]
+            white, rows = torch.stack([e for e, _ in some]), torch.stack([u for _, u in some])
+            parts.append(self.solved(self.gaussian.draws(white, rows)))
+        return torch.cat(parts).add_(self.mean)
+
+    def _squared_distance(self, deviations: Tensor) -> Tensor:
+        return (self.gaussian.multiply(deviations.to(self.network.dtype)).double() * deviations).sum(-1)
+
+    def marginal_variance(self) -> Tensor:
+        """The value of `marginal_variance_estimate()`, (P,)."""
+        return self.marginal_variance_estimate().value.to(self.mean.dtype)
+
+    def marginal_variance_estimate(self, *, probes: int = 64, generator: torch.Generator | None = None) -> Estimate:
+        """The variance of each weight, (P,) float64, with its standard error: one solve for each of `probes` >= 2.
+
+        By Hutchinson's estimator: where the posterior correlates a weight with no other it is exact, so that weights of
+        which the data say nothing have their prior variance.
+        """
+        self._check_model()
+        operator = Operator(self.solve, self.n_weights, torch.float64, self.network.device)
+        source = check_draws(probes, generator, self.network.device)
+        return hutchinson_diagonal(operator, probes=probes, generator=source, block=self.vectors_at_once())
+
+    def draw(
+        self,
+        k: int = 8,
+        *,
+        method: Literal["cg", "sgd"] = "cg",
+        objective: Literal["noisy", "low_noise"] | None = None,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        learning_rate: float | None = None,
+        clip: float | None = None,
+        generator: torch.Generator | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        progress: bool | None = None,
+    ) -> DrawnPosterior:
+        """K draws of the posterior as a posterior of their own, whose predictions take K Jacobian-vector products.
+
+        z = argmin 1/2 sum_n |S_n^T J_n z - u_n|^2 + 1/2 |z - z0|^2_Lambda, u ~ N(0, I), z0 ~ N(0, Lambda^-1), is
+        exactly a draw of N(0, A^-1).
+
+        Args:
+            k: how many.
+            method: "cg" solves for z to the solver's tolerance, over all data; "sgd" descends on minibatches, by
+                Nesterov's method with momentum 0.9 and an average over the last half of the iterates.
+            objective: of SGD. "low_noise" (default) moves u out of the data term, into
+                z0 + Lambda^-1 sum_n J_n^T S_n u_n: the same minimiser, at far smaller noise in the gradients.
+                "noisy": as written above.
+            epochs: of SGD, 20 when not given.
+            batch_size: of SGD, 128 when not given; data are shuffled into minibatches once, their order in each epoch.
+            learning_rate: of SGD, in units of the prior; half of the largest stable one when not given.
+            clip: gradients of SGD longer than this are shortened, in the same units.
+            generator: of the draws; seeded with 0 when not given. The same seed gives both methods and both objectives
+                the same draws, up to their errors.
+            checkpoint: a file that keeps what is done, written now and then and when interrupted. With the same
+                arguments the draw goes on from there: SGD to the same numbers but for the rounding of products, CG
+                to the same tolerance.
+            progress: show a bar; by default on a terminal only.
+
+        Memory: about 7 blocks of (k, P) in the network's dtype for SGD and 8 for CG, beside the network's own.
+        """
+        self._check_model()
+        chosen = drawing.options(k, method, objective, epochs, batch_size, learning_rate, clip)
+        source = check_draws(k, generator, self.network.device)
+        return drawing.draw(self, chosen, source, checkpoint, progress)
+
+    # evidence --------------------------------------------------------------------------------------
+
+    @cached_property
+    def _spectrum(self) -> SpectralQuadrature:
+        return self.gaussian.spectrum(16, 32, torch.Generator(self.network.device).manual_seed(0), False)
+
+    def _quadrature(
+        self, probes: int, steps: int, generator: torch.Generator | None, progress: bool | None
+    ) -> SpectralQuadrature:
+        self._check_model()
+        if (probes, steps, generator) == (16, 32, None):
+            return self._spectrum
+        return self.gaussian.spectrum(
+            probes, steps, generator or torch.Generator(self.network.device).manual_seed(0), progress
+        )
+
+    def _logdet(self) -> Tensor:
+        return self.weight_prior.logdet().detach() + self._spectrum.trace(torch.log).value
+
+    def log_evidence(self) -> Tensor:
+        """The value of `log_evidence_estimate()`, 0-d float64; an estimate, and not differentiable."""
+        return self.log_evidence_estimate().value
+
+    def log_evidence_estimate(
+        self,
+        *,
+        probes: int = 16,
+        steps: int = 32,
+        generator: torch.Generator | None = None,
+        progress: bool | None = None,
+    ) -> QuadratureEstimate:
+        """log p(D) with log |A| by stochastic Lanczos quadrature: value, standard error, and truncation bias.
+
+        probes x steps products over the data; the error falls with the square root of `probes`, the bias with `steps`.
+        """
+        found = self._quadrature(probes, steps, generator, progress).trace(torch.log)
+        value = self._evidence(self.weight_prior.logdet() + found.value).detach()
+        return replace(found, value=value, standard_error=0.5 * found.standard_error, truncation=0.5 * found.truncation)
+
+    def effective_parameters(self) -> Tensor:
+        """The value of `effective_parameters_estimate()`, 0-d float64."""
+        return self.effective_parameters_estimate().value
+
+    def effective_parameters_estimate(
+        self,
+        *,
+        probes: int = 16,
+        steps: int = 32,
+        generator: torch.Generator | None = None,
+        progress: bool | None = None,
+    ) -> Estimate:
+        """gamma = tr(A^-1 (A - Lambda)), by the same quadrature as the evidence, with its standard error."""
+        return self._quadrature(probes, steps, generator, progress).trace(lambda t: 1 - 1 / t)
+
+    def summary(self) -> str:
+        """A few lines: size, prior, evidence and effective parameters with their standard errors."""
+        evidence, gamma = self.log_evidence_estimate(), self.effective_parameters_estimate()
+        return self._summary(
+            f"{float(evidence.value):.4f} +- {float(evidence.standard_error):.2g}",
+            f"{float(gamma.value):.2f} +- {float(gamma.standard_error):.2g}",
+            [f"exact GGN by products, solved in the space of {self.space}"],
+        )
+
+    def tune(
+        self,
+        *,
+        draws: int = 4,
+        method: Literal["cg", "sgd"] = "cg",
+        groups: Groups | None = None,
+        noise: bool = True,
+        rounds: int = 10,
+        tolerance: float = 0.01,
+        batch_size: int = 128,
+        generator: torch.Generator | None = None,
+        progress: bool | None = None,
+    ) -> ImplicitPosterior:
+        """The posterior whose prior precisions, and Gaussian noise, satisfy MacKay's equations, by draws alone (EM).
+
+        alpha_g = gamma_g / |theta_g - m_g|^2 and noise^2 = SSE / (n - gamma), with gamma from `draws` draws and theta
+        at the tangent model's mode after `at_tangent_mode`, else at t. One draw is often enough. `tuning` tells how it
+        went; call `draw` afterwards for a posterior to predict with.
+
+        Args:
+            draws: weight vectors that gamma is estimated from, by `method`: see `draw`.
+            groups: group the prior anew first: see `lapis.Prior`.
+            noise: tune it too, where there is one.
+            rounds: of expectation and maximisation, at most.
+            tolerance: on the change of every logarithm in the last round.
+            batch_size: of SGD.
+        """
+        self._check_model()
+        source = check_draws(draws, generator, self.network.device)
+        posterior = self if groups is None else tuning.regrouped(self, groups)
+        return expectation.tune(
+            posterior,
+            draws=draws,
+            method=method,
+            batch_size=batch_size,
+            noise=noise,
+            rounds=rounds,
+            tolerance=tolerance,
+            generator=source,
+            progress=progress,
+        )
+
+    def at_tangent_mode(self, *, tolerance: float | None = None, max_products: int = 2000) -> ImplicitPosterior:
+        """The posterior whose evidence, and tuning, use the mode theta* of the tangent model of its own data.
+
+        As `LaplacePosterior.at_tangent_mode`; each step of Newton's method is solved with the prior as preconditioner.
+        """
+        self._check_model()
+        problem = expectation.tangent_problem(self, tolerance, max_products)
+        return tuning.checked(replace(self, tangent=expectation.tangent_mode(self, problem, None)))
+
+    def g_prior(self, g: float = 1.0, *, samples: int = 64, generator: torch.Generator | None = None) -> Prior:
+        """A prior of precision g diag(GGN) / N: every weight's step counts by what it does to the outputs.
+
+        It makes the posterior independent of how weights are scaled, with one number g to tune. The diagonal is the
+        mean square of `samples` vectors J^T S u, u ~ N(0, I): right to a factor 1 +- sqrt(2 / samples) in each entry.
+        """
+        return expectation.g_prior(self, g, samples, check_draws(samples, generator, self.network.device))
+
+    def update(self, data: Any, *, batch_size: int | None = None) -> ImplicitPosterior:
+        """The posterior that has seen `data` as well; they are kept too."""
+        self._check_model()
+        stream, _ = batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=batch_size)
+        held = [replace(batch, index=i) for i, batch in enumerate([*self.curvature.batches, *stream])]
+        sums = ImplicitCurvature(self.network, self.fitted_likelihood, held, self.signature, self.memory_budget)
+        return self._changed(curvature=sums)
+
+    # predictions -----------------------------------------------------------------------------------
+
+    def _outputs(self, inputs: Inputs, kind: functional.Kind) -> tuple[LatentGaussian, torch.Size]:
+        """One solve for every output of every example; `draw` is cheaper for many inputs."""
+        return functional.by_solves(
+            self.network, self.likelihood.canonical, self.n_outputs, self.solve, inputs, kind, self.memory_budget
+        )

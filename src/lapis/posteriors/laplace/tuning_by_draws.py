@@ -1,0 +1,232 @@
+"""Tuning a prior from draws alone, when the evidence is out of reach: expectation and maximisation in turn.
+
+    E: draws z_k of N(0, A^-1) under the present prior, and gamma from them
+    M: alpha_g <- gamma_g / |theta_g - m_g|^2,  noise^2 <- SSE / (n - gamma),  theta at the tangent model's mode or at t
+
+With one group gamma = mean_k sum_n |J_n z_k|^2_H: how far the draws' outputs spread, in units of the noise. Else
+gamma_g = mean_k |e_kg|^2 - alpha_g |z_kg|^2, e being the white noise behind z's prior part: its mean is the same
+P_g - alpha_g E|z_g|^2, and where the data say nothing the two cancel exactly. (z_g . (GGN z)_g has that mean as well,
+but groups that trade off make it large and of either sign.) Gamma is kept within [1, P_g - 1],
+and below the rank of G. The white noise is drawn once and rescaled with the prior, and every solve starts from the last
+one, so that later rounds are cheap and the iteration x <- g(x) in x = log alpha has a limit. At theta* it tends to
+overshoot, on an uninformative prior to creep; from the second round on each group steps by (g(x) - x) / (1 - s), with s
+the slope of g between the last two rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lapis.errors import LapisWarning, OptionError
+from lapis.evidence import TangentMode, TangentProblem, Tuning
+from lapis.evidence.point import LARGEST_LOG
+from lapis.posteriors.laplace.drawing import Descent, noise
+from lapis.priors import Prior
+from lapis.progress import track
+from lapis.solvers import SGDSettings, SGDState, sgd
+
+if TYPE_CHECKING:
+    from lapis.posteriors.laplace.implicit import ImplicitPosterior
+
+SGD_EPOCHS = 10
+"""Epochs of SGD in each round; the first takes twice as many."""
+
+ENDS = LARGEST_LOG * (1 - 1e-9)
+SHORTEST, LONGEST = 0.4, 2.0
+"""Bounds of 1 / (1 - s): slopes from -1.5 to 0.5 are made up for entirely."""
+
+FLOOR = 1e-6
+"""Least scale of a g-prior, relative to the mean one: weights that no output depends on have no curvature."""
+
+
+class Draws:
+    """Draws under a prior that changes: the same white noise, warm starts."""
+
+    def __init__(self, posterior: ImplicitPosterior, k: int, method: str, batch_size: int, seed: int) -> None:
+        if method not in ("cg", "sgd"):
+            raise OptionError("Unknown method of drawing", expected='"cg" or "sgd"', got=repr(method), do="choose one")
+        self.z: Tensor | None = None
+        self.descent: Descent | None = None
+        if method == "sgd":
+            self.descent = Descent(posterior, "low_noise", batch_size, seed, k)
+            self.white = self.descent.start
+            return
+        self.white, self.rows = noise(posterior, seed, 0, k)
+        self.start: Tensor | None = None
+        self.pulled = posterior.curvature.root_transposed(self.rows) if posterior.space == "weights" else None
+
+    def under(self, posterior: ImplicitPosterior, progress: bool | None) -> Tensor:
+        """z, (k, P), of N(0, A^-1)."""
+        if self.descent is not None:
+            return self._descended(posterior, self.descent, progress)
+        gaussian = posterior.gaussian
+        if self.pulled is not None:
+            target = self.pulled * float(posterior.scale.detach()) ** 0.5
+            solved = gaussian.solve(
+                target.addcmul_(gaussian.precision.sqrt(), self.white), start=self.start, progress=progress
+            )
+        else:
+            solved = gaussian.draws(self.white, self.rows, start=self.start, progress=progress)
+        self.start = solved.result.solution
+        return posterior.solved(solved)
+
+    def _descended(self, posterior: ImplicitPosterior, descent: Descent, progress: bool | None) -> Tensor:
+        first = self.z is None
+        if not first:
+            descent.moved(posterior)
+        start = descent.start if self.z is None else self.z.mul_(descent.root)
+        steps = (2 if first else 1) * SGD_EPOCHS * len(descent.parts)
+        settings = SGDSettings(steps, descent.learning_rate(0.9), 0.9, None, "tail", 0.5)
+        found = sgd(descent.gradient, SGDState.begin(start, settings), progress=progress)
+        descent.judged(descent.residuals(found.solution))
+        self.z = found.solution.div_(descent.root)
+        return self.z
+
+
+def tune(
+    posterior: ImplicitPosterior,
+    *,
+    draws: int,
+    method: str,
+    batch_size: int,
+    noise: bool,
+    rounds: int,
+    tolerance: float,
+    generator: torch.Generator,
+    progress: bool | None,
+) -> ImplicitPosterior:
+    """See `ImplicitPosterior.tune`."""
+    prior = posterior.weight_prior
+    if prior.group_of is None:
+        raise OptionError(
+            "A few draws cannot tune a precision for every weight",
+            expected="groups of weights",
+            got='groups="weight"',
+            do='use groups="parameter" or "layer", or fix some proportions: Prior(scales=...)',
+        )
+    sizes, index = prior.sizes(), prior.group_index()
+    lowest, highest = torch.minimum(sizes / 2, torch.ones_like(sizes)), torch.maximum(sizes - 1, sizes / 2)
+    highest = highest.clamp(max=posterior.curvature.rows)
+    base = posterior.likelihood.noise if noise else None
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    sampler = Draws(posterior, draws, method, batch_size, seed)
+    precision, factor = prior.precision.detach().clone(), 1.0
+    path: list[tuple[float, ...]] = []
+    gamma, moved, done = torch.zeros_like(precision), math.inf, 0
+    before: tuple[Tensor, Tensor] | None = None
+    for _ in track(range(rounds), "rounds of draws", rounds, progress):
+        current = _with(posterior, precision, base, factor)
+        z = sampler.under(current, False)
+        if len(precision) == 1:
+            gamma = float(current.scale.detach()) * _spread(current, z).reshape(1)
+        else:
+            share = (sampler.white.square() - current.gaussian.precision * z.square()).double().mean(0)
+            gamma = torch.zeros_like(precision).index_add(0, index, share)
+        gamma = torch.maximum(torch.minimum(gamma, highest), lowest)
+        weights, statistics = current.evidence_point()
+        distance = prior.squared_distance(weights).clamp(min=torch.finfo(torch.float64).tiny)
+        here, there = precision.log(), (gamma / distance).log().clamp(-LARGEST_LOG, LARGEST_LOG)
+        moved = float((there - here).abs().max())
+        precision = (here + _stretch(before, here, there) * (there - here)).clamp(-LARGEST_LOG, LARGEST_LOG).exp()
+        before = here, there
+        if base is not None:
+            squared, counts = statistics.detach().double().chunk(2)
+            sigma = current.likelihood.noise
+            assert sigma is not None
+            errors = float((squared / sigma.detach().to(squared) ** 2).sum()) / posterior.temperature
+            free = max(float(counts.sum()) / posterior.temperature - float(gamma.sum()), 1.0)
+            step = 0.5 * math.log(max(errors, 1e-300) / free)
+            factor, moved = factor * math.exp(step), max(moved, abs(step))
+        path.append((*precision.tolist(), *([factor] if base is not None else [])))
+        done += 1
+        posterior = replace(posterior, tangent=current.tangent)
+        if moved <= tolerance:
+            break
+    converged = moved <= tolerance
+    bound = [name for name, value in zip(prior.labels, precision.log().abs().tolist(), strict=True) if value > ENDS]
+    reason = f"the last round changed a logarithm by {moved:.2g}"
+    tuning = Tuning(
+        "draws", math.nan, math.nan, done, done, converged, reason, (), tuple(prior.labels), tuple(gamma.tolist()),
+        tuple(bound), tuple(path),
+    )  # fmt: skip
+    if bound:
+        warnings.warn(
+            f"Prior groups {', '.join(map(repr, bound))} ran to the end of their range: the draws see too little of "
+            "what the data say about them. Use more draws, or fewer groups.",
+            LapisWarning,
+            stacklevel=3,
+        )
+    if not converged:
+        warnings.warn(
+            f"Tuning from draws was still moving: {reason}. Raise rounds, or tolerance ({tolerance:g}).",
+            LapisWarning,
+            stacklevel=3,
+        )
+    return replace(_with(posterior, precision, base, factor), tuning=tuning)
+
+
+def _stretch(before: tuple[Tensor, Tensor] | None, here: Tensor, there: Tensor) -> Tensor:
+    """1 / (1 - s) for each group, given x and g(x) of this round and of the one before."""
+    if before is None:
+        return torch.ones_like(here)
+    step = here - before[0]
+    slope = torch.where(step == 0, 0.0, (there - before[1]) / torch.where(step == 0, 1.0, step))
+    return torch.where(slope < 1, 1 / (1 - slope.clamp(max=0.99)), LONGEST).clamp(SHORTEST, LONGEST)
+
+
+def _spread(posterior: ImplicitPosterior, z: Tensor) -> Tensor:
+    """mean_k sum_n |S_n^T J_n z_k|^2, 0-d float64."""
+    return posterior.curvature.root(z).double().square().sum(1).mean()
+
+
+def _with(posterior: ImplicitPosterior, precision: Tensor, base: Tensor | None, factor: float) -> ImplicitPosterior:
+    """The posterior under other hyperparameters; at theta*, with its own."""
+    changes: dict[str, Any] = {
+        "prior": replace(posterior.prior, precision=precision),
+        "weight_prior": posterior.weight_prior.with_precision(precision),
+    }
+    if base is not None:
+        changes["likelihood"] = posterior.likelihood.with_noise(base.detach() * factor)
+    changed = replace(posterior, **changes, tuning=None)
+    if posterior.tangent is None:
+        return changed
+    return replace(changed, tangent=tangent_mode(changed, posterior.tangent.problem, posterior.tangent))
+
+
+def tangent_problem(posterior: ImplicitPosterior, tolerance: float | None, max_products: int) -> TangentProblem:
+    """The tangent model of the posterior's own data."""
+    curvature = posterior.curvature
+    return TangentProblem(
+        curvature.jacobian, posterior.likelihood, curvature.batches, posterior.mean, tolerance, max_products
+    )
+
+
+def tangent_mode(
+    posterior: ImplicitPosterior, problem: TangentProblem | None, start: TangentMode | None
+) -> TangentMode:
+    """theta* under the posterior's prior and noise."""
+    if problem is None:
+        problem = tangent_problem(posterior, None, 2000)
+    vector = posterior.weight_prior.vector().detach()
+    prior = posterior.weight_prior.with_precision(posterior.weight_prior.precision.detach())
+    with torch.no_grad():
+        return problem.solve(posterior.likelihood, prior, posterior.temperature, lambda v: v / vector, start=start)
+
+
+def g_prior(posterior: ImplicitPosterior, g: float, samples: int, generator: torch.Generator) -> Prior:
+    """See `ImplicitPosterior.g_prior`."""
+    total = torch.zeros(posterior.n_weights, dtype=torch.float64, device=posterior.network.device)
+    rows = posterior.curvature.rows
+    for start in range(0, samples, posterior.vectors_at_once()):
+        count = min(posterior.vectors_at_once(), samples - start)
+        how: dict[str, Any] = {"dtype": posterior.network.dtype, "generator": generator, "device": generator.device}
+        u = torch.stack([torch.randn(rows, **how) for _ in range(count)]).to(posterior.network.device)
+        total += posterior.curvature.root_transposed(u).double().square().sum(0)
+    diagonal = total * float(posterior.scale.detach()) / (samples * posterior.n_data)
+    return Prior(g, "one", posterior.prior.mean, diagonal.clamp(min=FLOOR * float(diagonal.mean())))

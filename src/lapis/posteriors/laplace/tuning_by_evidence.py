@@ -1,0 +1,198 @@
+"""Tuning a Laplace posterior by its evidence, at the trained weights t or at the tangent model's mode theta*."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lapis.batches import batches, digest
+from lapis.curvature.blocks.block import common_group
+from lapis.curvature.blocks.dense import DenseBlock
+from lapis.curvature.products.jacobian import Jacobian
+from lapis.errors import DataError, LapisWarning, OptionError
+from lapis.evidence import Evaluate, SpectralEvidence, TangentMode, TangentProblem, evaluate
+from lapis.evidence import tune as maximise
+from lapis.priors import Groups, Prior
+
+if TYPE_CHECKING:
+    from lapis.posteriors.base import GaussianPosterior
+    from lapis.posteriors.laplace.stored import LaplacePosterior
+
+ROWS_BYTES = 2**29
+"""Most memory that the Jacobian's rows take in the search for theta* by products, which multiplies with them often."""
+
+Fitted = TypeVar("Fitted", bound="GaussianPosterior")
+
+
+def tune(
+    posterior: LaplacePosterior,
+    method: str,
+    groups: Groups | None,
+    noise: bool,
+    max_iterations: int,
+    tolerance: float | None,
+) -> LaplacePosterior:
+    """See `LaplacePosterior.tune`."""
+    if groups is not None:
+        posterior = regrouped(posterior, groups)
+    count = len(posterior.weight_prior.precision)
+    candidate = candidates(posterior, count, noise)
+    start = posterior.weight_prior.precision.detach()
+    if noise and posterior.likelihood.noise is not None:
+        start = torch.cat([start, start.new_ones(1)])
+    prior = posterior.weight_prior
+    names = prior.labels if prior.group_of is not None else tuple(f"weight {i}" for i in range(count))
+    best, tuning = maximise(
+        spectral_evidence(posterior, noise) or partial(evaluate, candidate),
+        start,
+        names,
+        prior.sizes(),
+        method=method,
+        max_iterations=max_iterations,
+        tolerance=tolerance,
+    )
+    return checked(replace(candidate(best), tuning=tuning))
+
+
+def checked(posterior: Fitted) -> Fitted:
+    """The posterior itself, after a warning when theta* was not found to the tolerance asked for."""
+    mode = posterior.tangent
+    if mode is not None and not mode.converged:
+        warnings.warn(
+            f"The tangent model's mode was not reached: {mode.reason}; the loss could fall by about "
+            f"{mode.remaining:.2g} nats. Raise max_products, or ask for less by tolerance.",
+            LapisWarning,
+            stacklevel=3,
+        )
+    return posterior
+
+
+def spectral_evidence(posterior: LaplacePosterior, noise: bool) -> Evaluate | None:
+    """The evidence on the curvature's eigenvalues; None where they do not decide it, or theta* moves with the prior."""
+    prior = posterior.weight_prior
+    if posterior.tangent is not None:
+        return None
+    for block in posterior.curvature.blocks:
+        if isinstance(block, DenseBlock) and common_group(prior, block.sites) is not None:
+            block.eigenvalues()
+    spectrum = posterior.spectrum()
+    if spectrum is None:
+        return None
+    statistics, temperature = posterior.curvature.statistics, posterior.temperature
+    errors = targets = 0.0
+    if noise and posterior.likelihood.noise is not None:
+        squared, counts = statistics.chunk(2)
+        errors = float((squared / posterior.likelihood.noise.detach().double() ** 2).sum()) / temperature
+        targets = float(counts.sum()) / temperature
+    return SpectralEvidence(
+        spectrum,
+        float(posterior.scale.detach()),
+        prior.sizes().cpu().numpy(),
+        prior.squared_distance(posterior.mean).cpu().numpy(),
+        float(posterior.log_likelihood().detach()) / temperature,
+        errors,
+        targets,
+    )
+
+
+def candidates(posterior: LaplacePosterior, count: int, noise: bool) -> Callable[[Tensor], LaplacePosterior]:
+    """The posterior as a function of its hyperparameters; at theta*, every candidate finds its own, warm-started."""
+    base = posterior.likelihood.noise if noise else None
+    latest = posterior.tangent
+    if latest is not None and latest.problem is None:
+        raise OptionError(
+            "The tangent model's data are not at hand: files do not hold them",
+            expected="posterior.at_tangent_mode(data).tune()",
+            got="a posterior from a file",
+            do="call at_tangent_mode(data) first",
+        )
+
+    def candidate(values: Tensor) -> LaplacePosterior:
+        nonlocal latest
+        precision = values[:count].to(posterior.network.device)
+        prior = replace(posterior.prior, precision=precision)
+        changes: dict[str, Any] = {"prior": prior, "weight_prior": posterior.weight_prior.with_precision(precision)}
+        if base is not None:
+            changes["likelihood"] = posterior.likelihood.with_noise(base.detach() * values[count].to(base.device))
+        changed = replace(posterior, **changes, tuning=None)
+        if latest is not None:
+            changed = at_mode(changed, latest.problem, latest)
+            latest = changed.tangent
+        return changed
+
+    return candidate
+
+
+def at_mode(
+    posterior: LaplacePosterior,
+    problem: TangentProblem | None,
+    start: TangentMode | None = None,
+) -> LaplacePosterior:
+    """The posterior with theta* under its own prior and noise."""
+    assert problem is not None
+    with torch.no_grad():
+        frozen = _detached(posterior)
+        mode = problem.solve(
+            frozen.likelihood,
+            frozen.weight_prior,
+            posterior.temperature,
+            frozen.solve,
+            start=start,
+        )
+    return replace(posterior, tangent=mode)
+
+
+def _detached(posterior: LaplacePosterior) -> LaplacePosterior:
+    """The same posterior with no graph behind prior and noise."""
+    prior = posterior.weight_prior.with_precision(posterior.weight_prior.precision.detach())
+    noise = posterior.likelihood.noise
+    likelihood = posterior.likelihood if noise is None else posterior.likelihood.with_noise(noise.detach())
+    return replace(posterior, weight_prior=prior, likelihood=likelihood)
+
+
+def tangent_problem(
+    posterior: LaplacePosterior, data: Any, batch_size: int | None, tolerance: float | None, max_products: int
+) -> TangentProblem:
+    """The tangent model of the data that the posterior was fitted to; other data are refused."""
+    network = posterior.network
+    stream, _ = batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)
+    held = list(stream)
+    found = sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64
+    if found != posterior.curvature.digest:
+        raise DataError(
+            "These are not the data that the posterior was fitted to",
+            expected=f"{posterior.n_data} examples with fingerprint {posterior.curvature.digest:016x}",
+            got=f"{sum(map(len, held))} with {found:016x}",
+            do="pass the training data of the fit (without random augmentation)",
+        )
+    jacobian = Jacobian(
+        network,
+        posterior.curvature.tape.outputs,
+        held,
+        memory_budget=posterior.memory_budget,
+        kept_bytes=ROWS_BYTES,
+    )
+    return TangentProblem(jacobian, posterior.likelihood, held, posterior.mean, tolerance, max_products)
+
+
+def regrouped(posterior: Fitted, groups: Groups) -> Fitted:
+    """The same prior mean with other groups; each starts at P_g / |t_g - m_g|^2, where its weights are of usual length.
+
+    That start moves with the weights' scale, so that what tuning finds for scale-free weights does not depend on it.
+    Groups at the prior's mean start at one.
+    """
+    fresh = Prior(1.0, groups, posterior.prior.mean, posterior.prior.scales).resolve(posterior.network)
+    posterior._check_prior(fresh)
+    ratio = fresh.sizes() / fresh.squared_distance(posterior.mean)
+    precision = torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio))
+    prior = Prior(precision, groups, posterior.prior.mean, posterior.prior.scales)
+    changed: Fitted = replace(  # type: ignore[type-var]
+        posterior, prior=prior, weight_prior=fresh.with_precision(precision), tuning=None
+    )
+    return changed

@@ -1,0 +1,1 @@
+"""How posteriors over weights reach the outputs: by the linearised network, or by drawn networks."""

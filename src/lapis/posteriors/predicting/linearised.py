@@ -1,0 +1,192 @@
+"""The linearised network's outputs: f(x) and J Sigma J^T, without ever holding all of J for structured posteriors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Batch, Inputs, as_inputs, batch_length, check_finite, describe, take, tensors_in
+from lapis.curvature.backward.contributions import Contribution
+from lapis.curvature.backward.record import Record
+from lapis.curvature.backward.seeds import position_seeds, unit_factor
+from lapis.curvature.blocks.block import BlockGaussian
+from lapis.curvature.outputs import check_outputs, check_width
+from lapis.curvature.products.jacobian import Jacobian
+from lapis.curvature.sums import Curvature
+from lapis.curvature.working_memory import WORK_BYTES, examples_at_once
+from lapis.errors import DataError, MemoryBudgetError
+from lapis.network import Network
+from lapis.predictions import LatentGaussian
+
+Kind = Literal["diagonal", "full", "joint"]
+
+
+def check_inputs(inputs: Inputs, network: Network, signature: str) -> Inputs:
+    """Inputs on the network's device, refused when empty, not finite, or of another floating dtype."""
+    ready = as_inputs(inputs, network.dtype, network.device)
+    if not tensors_in(ready) or batch_length(ready) == 0:
+        raise DataError(
+            "There is nothing to predict",
+            expected=f"inputs like {signature}",
+            got=describe(ready),
+            do="pass some examples",
+        )
+    for tensor in tensors_in(ready):
+        if tensor.is_floating_point() and tensor.dtype != network.dtype:
+            raise DataError(
+                "The inputs have another dtype than the network",
+                expected=f"{network.dtype} (the fit saw {signature})",
+                got=describe(ready),
+                do=f"convert the inputs with .to({network.dtype})",
+            )
+    check_finite(ready, "this batch")
+    return ready
+
+
+def linearised(
+    network: Network,
+    curvature: Curvature,
+    gaussians: Sequence[BlockGaussian],
+    inputs: Inputs,
+    kind: Kind,
+    memory_budget: int,
+) -> tuple[LatentGaussian, torch.Size]:
+    """Mean and (co)variance of the outputs at `inputs`, and the raw output's shape."""
+    length = batch_length(inputs)
+    step = length
+    if kind != "joint":  # each output's gradients are held twice, as they are and as the covariance needs them
+        step = min(length, examples_at_once(curvature, 2 * curvature.outputs, min(WORK_BYTES, memory_budget)))
+    mean, spread, shape = _part(network, curvature, gaussians, take(inputs, 0, step), kind, memory_budget)
+    if step < length:
+        # All results get their places now: small tensors that stay, between large ones that go, would keep the
+        # allocator from using memory again.
+        mean, spread = (
+            torch.cat([first, first.new_empty(length - step, *first.shape[1:])]) for first in (mean, spread)
+        )
+    for start in range(step, length, step):
+        stop = min(start + step, length)
+        mean[start:stop], spread[start:stop], _ = _part(
+            network, curvature, gaussians, take(inputs, start, stop), kind, memory_budget
+        )
+    shape = torch.Size((length, *shape[1:]))
+    if kind == "joint":
+        return LatentGaussian(mean, spread.diagonal().reshape(mean.shape), None, spread), shape
+    if kind == "diagonal":
+        return LatentGaussian(mean, spread), shape
+    return LatentGaussian(mean, spread.diagonal(dim1=-2, dim2=-1), spread), shape
+
+
+def _part(
+    network: Network,
+    curvature: Curvature,
+    gaussians: Sequence[BlockGaussian],
+    inputs: Inputs,
+    kind: Kind,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, torch.Size]:
+    """Outputs of examples that are worked on together, their (co)variance in the same dtype, the raw output's shape."""
+    with network.prepared():
+        record = curvature.tape.record(inputs)
+        f = record.f.detach()
+        check_width(f, curvature.outputs)
+        if kind == "joint":
+            spread = _joint(record, curvature, gaussians, memory_budget)
+        else:
+            spread = _each(record, curvature, gaussians, kind)
+    return f, spread.to(f.dtype), record.raw_shape
+
+
+def by_solves(
+    network: Network,
+    canonical: Callable[[Tensor], Tensor],
+    width: int,
+    solve: Callable[[Tensor], Tensor],
+    inputs: Inputs,
+    kind: Kind,
+    memory_budget: int,
+) -> tuple[LatentGaussian, torch.Size]:
+    """As `linearised`, when all that is known of the covariance is its products `solve` with blocks (k, P)."""
+    length = batch_length(inputs)
+    nothing = torch.zeros(length, device=network.device)
+    single = [Batch(take(inputs, i, i + 1), nothing[i : i + 1], i) for i in range(length)]
+    jacobian = Jacobian(network, canonical, single, memory_budget=memory_budget)
+    for f in jacobian.outputs:
+        check_outputs(f, width)
+    mean = torch.cat(jacobian.outputs).to(network.dtype)
+    shape = torch.Size((length, *jacobian.shapes[0][1:]))
+    _, positions, outputs = mean.shape
+    if kind == "joint":
+        check_joint(mean, memory_budget, 8 * mean.numel() * network.size)
+        rows = torch.cat([_gradients(jacobian.at(i)) for i in range(length)])
+        joint = _symmetric(rows.double() @ solve(rows).mT).to(network.dtype)
+        return LatentGaussian(mean, joint.diagonal().reshape(mean.shape), None, joint), shape
+    found = []
+    at_once = max(1, memory_budget // (32 * network.size * positions * outputs))
+    for first in range(0, length, at_once):
+        rows = torch.stack([_gradients(jacobian.at(i)) for i in range(first, min(first + at_once, length))])
+        found.append(_symmetric(rows.double() @ solve(rows.flatten(0, 1)).reshape(rows.shape).mT))
+    whole = torch.cat(found).reshape(length, positions, outputs, positions, outputs)
+    covariance = whole.diagonal(dim1=1, dim2=3).movedim(-1, 1).to(network.dtype)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    return LatentGaussian(mean, variance, None if kind == "diagonal" else covariance), shape
+
+
+def _gradients(jacobian: Jacobian) -> Tensor:
+    """J of one example, (T C, P), in the network's dtype."""
+    f = jacobian.outputs[0]
+    seeds = torch.eye(f.numel(), dtype=jacobian.network.dtype, device=f.device)
+    return jacobian.backward([seeds.reshape(f.numel(), *f.shape)])
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    """Without the solver's error in its skew part."""
+    return 0.5 * (matrix + matrix.mT)
+
+
+def check_joint(mean: Tensor, memory_budget: int, more: int = 0) -> None:
+    """Refuse a covariance between all outputs (B, T, C) that does not fit, with `more` bytes beside it."""
+    total = mean.numel()
+    needed = 8 * total**2 + more
+    if needed > memory_budget:
+        raise MemoryBudgetError(
+            f"The covariance between all outputs of {len(mean):,} examples does not fit",
+            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            got=f"{needed:,} bytes for {total:,} outputs",
+            do="predict fewer examples at once, or without joint=True",
+        )
+
+
+def _each(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussian], kind: Kind) -> Tensor:
+    """(B, T, C, C), or (B, T, C)."""
+    found = []
+    for seeds in position_seeds(unit_factor(record.f.detach()), record.f.shape[-1]):
+        contributions = record.contributions(seeds)
+        parts = [
+            gaussian.covariance(_own(contributions, places), kind == "diagonal")
+            for gaussian, places in zip(gaussians, curvature.sites_of, strict=True)
+        ]
+        found.append(
+            torch.stack(parts).sum(0) if len({part.dtype for part in parts}) == 1 else sum(parts[1:], parts[0])
+        )
+    return torch.stack(found, dim=1)
+
+
+def _joint(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussian], memory_budget: int) -> Tensor:
+    """(B T C, B T C)."""
+    batch, positions, outputs = record.f.shape
+    total = batch * positions * outputs
+    check_joint(record.f, memory_budget)
+    seeds = torch.cat(list(position_seeds(unit_factor(record.f.detach()), outputs)))
+    contributions = record.contributions(seeds)
+    parts = [
+        gaussian.joint(_own(contributions, places))
+        for gaussian, places in zip(gaussians, curvature.sites_of, strict=True)
+    ]
+    return sum(parts[1:], parts[0]).reshape(total, total)
+
+
+def _own(contributions: Sequence[Contribution], places: Sequence[int]) -> list[Contribution]:
+    return [contributions[place] for place in places]

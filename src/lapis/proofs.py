@@ -1,0 +1,56 @@
+"""Shortcuts are taken only where they were seen to agree with the plain computation.
+
+A shortcut computes the same numbers in less time or memory: all seeds in one backward pass, moments without patches,
+drawn networks without drawn matrices. Whether it is right can depend on the network, on torch's version and on shapes.
+So its first use for each set of shapes is compared with the plain computation; one that disagrees is not taken again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+
+from torch import Tensor, finfo, float64
+
+log = logging.getLogger("lapis")
+
+
+class Proofs:
+    """What is known about the shortcuts of one network."""
+
+    def __init__(self) -> None:
+        self._proven: set[tuple[str, Hashable]] = set()
+        self.refused: set[str] = set()
+        """Shortcuts that are not taken: torch could not, or they were seen to disagree."""
+
+    def holds(self, shortcut: str, key: Hashable, agrees: Callable[[], bool]) -> bool:
+        """Whether the shortcut may be taken.
+
+        Args:
+            shortcut: its name, in words.
+            key: what its answer depends on beside the numbers, such as shapes; each key is proven once.
+            agrees: compares the shortcut with the plain computation.
+        """
+        if shortcut in self.refused:
+            return False
+        if (shortcut, key) not in self._proven:
+            if not agrees():
+                log.warning("%s: not used, since they disagree with the plain computation here", shortcut)
+                self.refused.add(shortcut)
+                return False
+            self._proven.add((shortcut, key))
+        return True
+
+
+def close(one: Tensor, two: Tensor) -> bool:
+    """Equal up to rounding, relative to the largest entry; integers exactly."""
+    if one.shape != two.shape:
+        return False
+    if not one.is_floating_point():
+        return bool((one == two).all())
+    if not one.numel():
+        return True
+    one, two = one.detach(), two.detach()
+    tolerance = 1e-8 if one.dtype == float64 else 1e-3
+    error, size = float((one - two).abs().max()), float(one.abs().max())
+    return error <= tolerance * size + finfo(one.dtype).tiny
