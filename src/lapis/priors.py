@@ -93,7 +93,7 @@ class WeightPrior:
         """Group of every weight, (P,)."""
         if self.group_of is None:
             return torch.arange(self.network.size, device=self.precision.device)
-        sizes = torch.tensor([self.network.parameters[name].numel() for name in self.network.names])
+        sizes = torch.tensor([self.network.sizes[name] for name in self.network.names])
         groups = torch.tensor([self.group_of[name] for name in self.network.names])
         return torch.repeat_interleave(groups, sizes).to(self.precision.device)
 
@@ -103,7 +103,7 @@ class WeightPrior:
             return torch.ones_like(self.precision)
         sizes = [0] * len(self.labels)
         for name, group in self.group_of.items():
-            sizes[group] += self.network.parameters[name].numel()
+            sizes[group] += self.network.sizes[name]
         return torch.tensor(sizes, dtype=torch.float64, device=self.precision.device)
 
     def squared_distance(self, weights: Tensor) -> Tensor:
@@ -156,8 +156,7 @@ class WeightPrior:
 
     def span(self, name: str) -> slice:
         """Where a parameter lies in the flat vector of weights."""
-        start = self.network.offsets[name]
-        return slice(start, start + self.network.parameters[name].numel())
+        return self.network.span(name)
 
 
 def as_prior(prior: Any) -> Prior:
@@ -310,7 +309,7 @@ def _mean(value: Any, network: Network) -> Tensor:
                     got=f"shape {tuple(parts[name].shape)}" if name in parts else "no such entry",
                     do="pass a dictionary with every chosen parameter",
                 )
-        value = torch.cat([parts[name].reshape(-1) for name in network.names])
+        value = torch.cat([network.pick(name, parts[name].reshape(-1)) for name in network.names])
     mean = _numbers(value, "prior mean").to(network.device)
     fits = mean.dim() == 0 or tuple(mean.shape) == (network.size,)
     if not fits or not all_finite(mean):

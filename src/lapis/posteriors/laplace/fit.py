@@ -144,7 +144,7 @@ def laplace(
     if first is None:
         raise DataError("There is no data", expected="at least one example", got="empty batches", do="check the loader")
     few = take(first.inputs, 0, min(len(first), PLANNING_EXAMPLES))
-    network = probe if weights == "all" else Network(model, weights, example=few)
+    network = probe if isinstance(weights, str) and weights == "all" else Network(model, weights, example=few)
     network.example = few
     chosen, note = resolve_structure(structure, network.size, memory_budget)
     _check_structure(chosen, structure, curvature, rank)

@@ -1,36 +1,32 @@
-"""A torch module as a function of its chosen weights: which they are, how they lie in a flat vector, how to call it.
+"""A torch module as a function of its chosen weights: how they lie in a flat vector, and how to call it.
 
-Flat vectors order the chosen weights as `module.named_parameters()` does; a tied parameter occurs once.
+Flat vectors order the chosen weights as `module.named_parameters()` does; a tied parameter occurs once. Of a parameter
+that is chosen in part, the chosen entries follow each other in their own order.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
-from functools import cache
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lapis.batches import Inputs, all_finite, describe
 from lapis.errors import DataError, ModelError, OptionError
+from lapis.network.choice import Weights, choose
+from lapis.network.untouched import IgnoredTensorHooks, evaluating, keep_freed_memory, without_gradient_hooks
 from lapis.proofs import Proofs
-
-Weights: TypeAlias = "str | Sequence[str] | Callable[[str, Tensor], bool]"
-"""Which weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter)."""
-
-LARGEST_KEPT = 2**25 - 2**16
-"""Just below the largest block that glibc's malloc adapts to (32 MiB)."""
 
 CALL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 """What modules raise when they are given inputs that they were not made for."""
 
 
 class Network:
-    """A module and the parameters that are uncertain; all others are constants."""
+    """A module and the weights that are uncertain; all others are constants."""
 
     def __init__(self, module: nn.Module, weights: Weights = "all", example: Inputs | None = None) -> None:
         if not isinstance(module, nn.Module):
@@ -47,6 +43,8 @@ class Network:
         """Shapes and dtypes of inputs that are known to work, for messages."""
         self.proofs = Proofs()
         """Which shortcuts agree with the plain computation on this network."""
+        self._registers_hooks: bool | None = None
+        """Whether forward passes register hooks on tensors; unknown before the first one with gradients."""
         self._prepared = False
         self._known: tuple[list[tuple[int, int]], str] | None = None
         """The last fingerprint, and torch's counts of writes to each tensor when it was taken."""
@@ -66,14 +64,23 @@ class Network:
                 got="none",
                 do="unfreeze the weights that are to be uncertain",
             )
-        self.names: tuple[str, ...] = tuple(self._choose(weights, trainable, example))
+        chosen = choose(module, weights, trainable, partial(self._last_layer, example))
+        self.names: tuple[str, ...] = tuple(chosen)
         self.parameters: dict[str, Tensor] = {name: trainable[name] for name in self.names}
+        """The parameters that hold chosen weights."""
+        self.indices: dict[str, Tensor] = {name: index for name, index in chosen.items() if index is not None}
+        """Flat indices of the chosen entries, for parameters that are chosen in part."""
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.sizes: dict[str, int] = {
+            name: len(self.indices[name]) if name in self.indices else p.numel() for name, p in self.parameters.items()
+        }
+        """Chosen entries of each parameter."""
         self.offsets: dict[str, int] = {}
+        """Where each parameter's entries begin in the flat vector."""
         self.size = 0
-        for name, parameter in self.parameters.items():
+        for name, size in self.sizes.items():
             self.offsets[name] = self.size
-            self.size += parameter.numel()
+            self.size += size
         first = next(iter(self.parameters.values()))
         self.dtype, self.device = first.dtype, first.device
         mixed = {p.dtype for p in self.parameters.values()} | {p.device for p in self.parameters.values()}
@@ -87,34 +94,6 @@ class Network:
         self.check_finite()
 
     # which weights ---------------------------------------------------------------------------------
-
-    def _choose(self, weights: Weights, trainable: Mapping[str, Tensor], example: Inputs | None) -> list[str]:
-        if callable(weights) and not isinstance(weights, nn.Module):
-            chosen = [name for name, parameter in trainable.items() if weights(name, parameter)]
-        elif isinstance(weights, str) and weights == "all":
-            return list(trainable)
-        elif isinstance(weights, str) and weights == "last_layer":
-            layer = self._last_layer(example)
-            chosen = [name for name in trainable if (_matches(name, layer) if layer else "." not in name)]
-        else:
-            patterns = _patterns(weights)
-            for pattern in patterns:
-                if not any(_matches(name, pattern) for name, _ in self.module.named_parameters()):
-                    raise OptionError(
-                        f"No weight is called {pattern!r}",
-                        expected='"all", "last_layer", or patterns and module names among the network\'s parameters',
-                        got=repr(pattern),
-                        do="choose among: " + ", ".join(list(trainable)[:12]) + (" ..." if len(trainable) > 12 else ""),
-                    )
-            chosen = [name for name in trainable if any(_matches(name, pattern) for pattern in patterns)]
-        if not chosen:
-            raise ModelError(
-                "No weights were chosen",
-                expected="at least one trainable parameter",
-                got=f"{'a function' if callable(weights) else repr(weights)} that selects none (frozen do not count)",
-                do="widen the selection, or unfreeze the weights",
-            )
-        return chosen
 
     def _last_layer(self, example: Inputs | None) -> str:
         """Name of the last module entered that owns parameters."""
@@ -148,19 +127,68 @@ class Network:
 
     # flat vectors ----------------------------------------------------------------------------------
 
+    def span(self, name: str) -> slice:
+        """Where a parameter's chosen entries lie in the flat vector."""
+        return slice(self.offsets[name], self.offsets[name] + self.sizes[name])
+
+    def pick(self, name: str, entries: Tensor) -> Tensor:
+        """The chosen ones, (..., n), of all entries (..., numel) of a parameter."""
+        return entries[..., self.indices[name]] if name in self.indices else entries
+
     def flat(self) -> Tensor:
         """The chosen weights as one vector (P,), copied."""
-        return torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
+        return torch.cat([self.pick(name, p.detach().reshape(-1)) for name, p in self.parameters.items()])
+
+    def gather(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """One tensor for each parameter, such as autograd's gradients, as a vector (P,) over the chosen weights."""
+        whole = flat_gradient(tensors, list(self.parameters.values()))
+        if not self.indices:
+            return whole
+        parts = torch.split(whole, [p.numel() for p in self.parameters.values()])
+        return torch.cat([self.pick(name, part) for name, part in zip(self.names, parts, strict=True)])
 
     def equals(self, vector: Tensor) -> bool:
         """Whether these, (P,), are the chosen weights as they are now."""
-        parts = torch.split(vector, [p.numel() for p in self.parameters.values()])
-        pairs = zip(self.parameters.values(), parts, strict=True)
-        return all(torch.equal(p.detach().reshape(-1), part) for p, part in pairs)
+        parts = torch.split(vector, list(self.sizes.values()))
+        pairs = zip(self.parameters.items(), parts, strict=True)
+        return all(torch.equal(self.pick(name, p.detach().reshape(-1)), part) for (name, p), part in pairs)
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """A vector (P,) as a dictionary of parameters."""
-        return split_vector(vector, self.shapes)
+        """A vector (P,) as a dictionary of whole parameters; entries that are not chosen are as the module has them."""
+        if not self.indices:
+            return split_vector(vector, self.shapes)
+        return {
+            name: self._filled(name, part, self.parameters[name].detach().reshape(-1).to(part))
+            for name, part in self._split(vector)
+        }
+
+    def tangents(self, vector: Tensor) -> dict[str, Tensor]:
+        """A direction (P,), or a stack of them (k, P), by parameter; zero at entries that are not chosen."""
+        found = {}
+        for name, part in self._split(vector):
+            if name in self.indices:
+                zeros = part.new_zeros(*part.shape[:-1], self.parameters[name].numel())
+                found[name] = self._filled(name, part, zeros)
+            else:
+                found[name] = part.reshape(*part.shape[:-1], *self.shapes[name])
+        return found
+
+    def _split(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if vector.shape[-1:] != (self.size,):
+            raise DataError(
+                "The vector does not fit the weights",
+                expected=f"shape (..., {self.size})",
+                got=str(tuple(vector.shape)),
+                do="pass vectors over the chosen weights",
+            )
+        return zip(self.names, torch.split(vector, list(self.sizes.values()), -1), strict=True)
+
+    def _filled(self, name: str, part: Tensor, background: Tensor) -> Tensor:
+        """Chosen entries (..., n) of a parameter put into a flat background (..., numel), as a whole tensor."""
+        if name in self.indices:
+            index = self.indices[name].expand(part.shape)
+            part = background.expand(*part.shape[:-1], -1).scatter(-1, index, part)
+        return part.reshape(*part.shape[:-1], *self.shapes[name])
 
     # calling ---------------------------------------------------------------------------------------
 
@@ -168,10 +196,11 @@ class Network:
         """The output tensor for `inputs`, with some parameters replaced."""
         args, kwargs = _arguments(inputs)
         try:
-            if parameters is None:
-                output = self.module(*args, **kwargs)
-            else:
-                output = torch.func.functional_call(self.module, dict(parameters), args, kwargs)
+            with self._ignoring_hooks():
+                if parameters is None:
+                    output = self.module(*args, **kwargs)
+                else:
+                    output = torch.func.functional_call(self.module, dict(parameters), args, kwargs)
         except CALL_ERRORS as error:
             dtype = next(self.module.parameters()).dtype
             raise DataError(
@@ -190,6 +219,19 @@ class Network:
                 do="wrap the network so that it returns the tensor that the likelihood takes",
             )
         return output
+
+    @contextmanager
+    def _ignoring_hooks(self) -> Iterator[None]:
+        """Inside `prepared`, hooks that a forward pass registers on its tensors are ignored.
+
+        Listening to every function costs microseconds, so networks whose first pass registers none are not listened to.
+        """
+        if not self._prepared or self._registers_hooks is False or not torch.is_grad_enabled():
+            yield
+            return
+        with IgnoredTensorHooks() as hooks:
+            yield
+        self._registers_hooks = self._registers_hooks or hooks.used
 
     def traced(self, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None) -> tuple[Tensor, list[int]]:
         """The output with its graph, and the bytes of each tensor that the graph holds beside the weights."""
@@ -226,7 +268,7 @@ class Network:
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Evaluation mode, gradients for the chosen weights only; everything is put back, whatever happens."""
+        """Evaluation mode, gradients for the chosen weights only, no hooks on gradients; all is put back at the end."""
         if self._prepared:
             with torch.enable_grad():
                 yield
@@ -241,7 +283,7 @@ class Network:
         keep_freed_memory()
         chosen = set(self.names)
         flags = [(p, name in chosen, p.requires_grad) for name, p in self.module.named_parameters()]
-        with evaluating(self.module):
+        with evaluating(self.module), without_gradient_hooks(self.module):
             try:
                 for parameter, wanted, before in flags:
                     if wanted != before:
@@ -292,51 +334,6 @@ class Network:
         return digest.hexdigest()[:32]
 
 
-@cache
-def keep_freed_memory() -> None:
-    """Ask the allocator for one large block, and give it back untouched.
-
-    glibc hands freed memory back to the system, to fault it in anew for the next intermediate result, up to a size that
-    adapts to the largest block freed so far: up to a third of a network's time. Other allocators do not mind.
-    """
-    torch.empty(LARGEST_KEPT, dtype=torch.uint8)
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for all submodules; modes, buffers, and weights that layers rewrite come back as they were."""
-    submodules = list(module.modules())
-    modes = [(submodule, submodule.training) for submodule in submodules]
-    buffers = [
-        (submodule, name, buffer, buffer.detach().clone())
-        for submodule in submodules
-        for name, buffer in submodule._buffers.items()
-        if buffer is not None
-    ]
-    rewritten = [  # embeddings with max_norm shorten their rows whenever these are looked up
-        (parameter, parameter.detach().clone())
-        for submodule in submodules
-        # not by getattr, which is slow where a module has no such attribute
-        if vars(submodule).get("max_norm", getattr(type(submodule), "max_norm", None)) is not None
-        for parameter in submodule.parameters(recurse=False)
-    ]
-    try:
-        if any(training for _, training in modes):
-            module.eval()
-        yield
-    finally:
-        for submodule, training in modes:
-            if submodule.training != training:
-                submodule.training = training
-        with torch.no_grad():
-            for submodule, name, buffer, saved in buffers:
-                submodule._buffers[name] = buffer  # a forward pass may also have put another in its place
-                if not torch.equal(buffer, saved):
-                    buffer.copy_(saved)
-            for parameter, saved in rewritten:
-                parameter.copy_(saved)
-
-
 def flat_gradient(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
     """What autograd returns for parameters as one vector: unused ones are zero, sparse ones are filled."""
     parts = [
@@ -365,24 +362,6 @@ def split_vector(vector: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """A glob pattern over the parameter's name, or the name of a module that contains it."""
-    return fnmatchcase(name, pattern) or name.startswith(pattern + ".")
-
-
-def _patterns(weights: Any) -> list[str]:
-    """Name patterns in a list, or an error that says what else is possible."""
-    listed = [weights] if isinstance(weights, str) else weights
-    if not isinstance(listed, Sequence) or not all(isinstance(pattern, str) for pattern in listed):
-        raise OptionError(
-            "Which weights is not clear",
-            expected='"all", "last_layer", name patterns or module names, or a function of (name, parameter)',
-            got=f"a module ({type(weights).__name__})" if isinstance(weights, nn.Module) else repr(weights),
-            do='name them, as in weights="head" or weights=["head.*", "*.bias"]',
-        )
-    return list(listed)
 
 
 def _is_parametrised(module: nn.Module) -> bool:
