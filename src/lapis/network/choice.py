@@ -13,8 +13,8 @@ from lapis.errors import ModelError, OptionError
 
 Weights: TypeAlias = "str | Sequence[str] | Callable[[str, Tensor], bool] | Mapping[str, Tensor] | Tensor"
 """Which weights: "all", "last_layer", name patterns or module names, a function of (name, parameter); or single ones,
-as a mapping from parameter names to masks (of the parameter's shape) or flat indices, or as one mask or index tensor over
-the flat vector of all trainable weights.
+as a mapping from parameter names to masks (of the parameter's shape) or flat indices, or as one mask or index tensor
+over the flat vector of all trainable weights.
 """
 
 Choice: TypeAlias = "dict[str, Tensor | None]"
@@ -118,7 +118,7 @@ def _indices(what: str, chosen: Tensor, shape: tuple[int, ...]) -> Tensor:
             )
         return chosen.reshape(-1).nonzero()[:, 0]
     index = chosen.reshape(-1).long()
-    unique = torch.unique(index)
+    unique: Tensor = torch.unique(index)
     if len(index) and (int(unique[0]) < 0 or int(unique[-1]) >= size or len(unique) < len(index)):
         raise OptionError(
             f"The indices do not fit {what}",
