@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ def test_gauss_hermite_is_exact_for_polynomials_and_has_exact_tail_weights() -> 
 def test_linearised_gaussian_regression_is_exact() -> None:
     latent = marginal(gaussian_latent(3, 1, 2), full=False)
     sigma = torch.tensor([0.5, 2.0], dtype=F64)
-    prediction = predict(Gaussian(sigma), latent, raw_shape=(3, 2))
+    prediction = predict(Gaussian(sigma), latent)
     assert isinstance(prediction, RegressionPrediction)
     assert prediction.method == "linearised"
     mean, variance = latent.mean[:, 0], latent.variance[:, 0]
@@ -121,7 +122,7 @@ def test_linearised_gaussian_regression_is_exact() -> None:
 
 def test_regression_density_uses_the_covariance_of_the_outputs_where_known() -> None:
     latent = marginal(gaussian_latent(3, 2, 2))
-    prediction = predict(Gaussian(0.5), latent, raw_shape=(3, 2, 2))
+    prediction = predict(Gaussian(0.5), latent)
     assert latent.covariance is not None
     y = rand(3, 2, 2, seed=5)
     exact = distributions.MultivariateNormal(latent.mean, latent.covariance + 0.25 * torch.eye(2, dtype=F64))
@@ -134,7 +135,7 @@ def test_joint_regression_density_is_the_multivariate_normal_of_the_whole_batch(
     latent = gaussian_latent(3, 2, 2)
     assert latent.joint is not None
     sigma = torch.tensor([0.5, 0.7], dtype=F64)
-    prediction = predict(Gaussian(sigma), latent, raw_shape=(3, 2, 2))
+    prediction = predict(Gaussian(sigma), latent)
     y = rand(3, 2, 2, seed=5)
     noise = torch.diag((sigma**2).expand(3, 2, 2).flatten())
     exact = distributions.MultivariateNormal(latent.mean.flatten(), latent.joint + noise)
@@ -148,7 +149,7 @@ def test_joint_regression_density_is_the_multivariate_normal_of_the_whole_batch(
 
 def test_sampled_regression_is_a_mixture_of_gaussians() -> None:
     values = rand(5, 3, 1, 2)
-    prediction = predict(Gaussian(0.5), LatentSamples(values), raw_shape=(3, 2), samples=5)
+    prediction = predict(Gaussian(0.5), LatentSamples(values), samples=5)
     assert isinstance(prediction, RegressionPrediction)
     assert prediction.method == "sampled"
     close(prediction.mean, values.mean(0)[:, 0])
@@ -161,7 +162,7 @@ def test_sampled_regression_is_a_mixture_of_gaussians() -> None:
     lower, upper = prediction.interval(0.8)
     close(distributions.Normal(values[:, :, 0], 0.5).cdf(lower).mean(0), 0.1)
     close(distributions.Normal(values[:, :, 0], 0.5).cdf(upper).mean(0), 0.9)
-    joint = predict(Gaussian(0.5), LatentSamples(values, joint=True), raw_shape=(3, 2)).log_prob(y)
+    joint = predict(Gaussian(0.5), LatentSamples(values, joint=True)).log_prob(y)
     together = distributions.Normal(values[:, :, 0], 0.5).log_prob(y).sum((1, 2))
     close(joint, together.logsumexp(0) - math.log(5))
 
@@ -174,7 +175,7 @@ def test_linearised_heteroscedastic_regression_matches_integration_over_the_log_
     m, s, variance_m = 0.3, -0.5, 0.2
     mean = torch.tensor([[[m, s]]], dtype=F64)
     variance = torch.tensor([[[variance_m, variance_s]]], dtype=F64)
-    prediction = predict(HeteroscedasticGaussian(), LatentGaussian(mean, variance), raw_shape=(1, 2))
+    prediction = predict(HeteroscedasticGaussian(), LatentGaussian(mean, variance))
     assert isinstance(prediction, RegressionPrediction)
     for y in (0.3, 1.0, -4.0, 10.0):
         exact = expectation(lambda t, y=y: stats.norm.pdf(y, m, math.sqrt(variance_m + math.exp(t))), s, variance_s)
@@ -195,7 +196,7 @@ def test_linearised_heteroscedastic_regression_matches_integration_over_the_log_
 
 def test_sampled_heteroscedastic_regression_averages_the_networks() -> None:
     values = rand(7, 3, 1, 4)
-    prediction = predict(HeteroscedasticGaussian(), LatentSamples(values), raw_shape=(3, 4))
+    prediction = predict(HeteroscedasticGaussian(), LatentSamples(values))
     assert isinstance(prediction, RegressionPrediction)
     means, log_variances = values[:, :, 0, :2], values[:, :, 0, 2:]
     close(prediction.mean, means.mean(0))
@@ -215,13 +216,13 @@ def test_intervals_cover_draws_from_the_prediction_at_their_level(kind: str) -> 
     f = next(iter(gaussian.draws(n, 11)))[:, 0, 0]
     noise = torch.randn(n, dtype=F64, generator=generator)
     if kind == "linearised":
-        prediction = predict(Gaussian(0.7), gaussian, raw_shape=(1, 2))
+        prediction = predict(Gaussian(0.7), gaussian)
         y = f[:, 0] + 0.7 * noise
     elif kind == "sampled":
-        prediction = predict(Gaussian(0.7), LatentSamples(f[:20, None, None]), raw_shape=(1, 2))
+        prediction = predict(Gaussian(0.7), LatentSamples(f[:20, None, None]))
         y = f[torch.randint(20, (n,), generator=generator), 0] + 0.7 * noise
     else:
-        prediction = predict(HeteroscedasticGaussian(), gaussian, raw_shape=(1, 2))
+        prediction = predict(HeteroscedasticGaussian(), gaussian)
         y = f[:, 0] + (0.5 * f[:, 1]).exp() * noise
     assert isinstance(prediction, RegressionPrediction)
     for level in (0.5, 0.95):
@@ -237,12 +238,12 @@ def test_intervals_cover_draws_from_the_prediction_at_their_level(kind: str) -> 
 def test_without_variance_the_probabilities_are_the_softmax(link: str) -> None:
     mean = rand(4, 1, 3)
     latent = LatentGaussian(mean, torch.zeros_like(mean), torch.zeros(4, 1, 3, 3, dtype=F64))
-    prediction = predict(Categorical(), latent, raw_shape=(4, 3), link=link)
+    prediction = predict(Categorical(), latent, link=link)
     assert isinstance(prediction, ClassificationPrediction)
     close(prediction.probs, mean[:, 0].softmax(-1))
     close(prediction.entropy, distributions.Categorical(logits=mean[:, 0]).entropy())
     close(prediction.mutual_information, 0.0)
-    binary = predict(Bernoulli(), latent, raw_shape=(4, 3), link=link)
+    binary = predict(Bernoulli(), latent, link=link)
     assert isinstance(binary, ClassificationPrediction)
     close(binary.probs, mean[:, 0].sigmoid())
     close(binary.entropy, distributions.Bernoulli(logits=mean[:, 0]).entropy())
@@ -251,7 +252,7 @@ def test_without_variance_the_probabilities_are_the_softmax(link: str) -> None:
 
 def test_probit_is_its_formula() -> None:
     latent = marginal(gaussian_latent(4, 1, 3))
-    prediction = predict(Categorical(), latent, raw_shape=(4, 3))
+    prediction = predict(Categorical(), latent)
     assert isinstance(prediction, ClassificationPrediction)
     scaled = latent.mean / (1 + math.pi / 8 * latent.variance).sqrt()
     close(prediction.probs, scaled.softmax(-1)[:, 0])
@@ -263,7 +264,7 @@ def test_monte_carlo_converges_to_the_integral_over_correlated_logits() -> None:
     covariance = torch.tensor([[[[2.0, 0.9], [0.9, 1.0]]]], dtype=F64)
     latent = LatentGaussian(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance)
     samples = 40_000
-    prediction = predict(Categorical(), latent, raw_shape=(1, 2), link="mc", samples=samples)
+    prediction = predict(Categorical(), latent, link="mc", samples=samples)
     assert isinstance(prediction, ClassificationPrediction)
     z_mean, z_variance = 1.5, 2.0 + 1.0 - 2 * 0.9
     exact = expectation(lambda z: 1 / (1 + math.exp(-z)), z_mean, z_variance)
@@ -278,8 +279,8 @@ def test_binary_probit_is_within_two_percent_of_the_integral_and_its_information
     mean: float, variance: float
 ) -> None:
     """MacKay's approximation is off by at most 0.02 in probability, everywhere."""
-    latent = LatentGaussian(torch.full((1, 1, 1), mean, dtype=F64), torch.full((1, 1, 1), variance, dtype=F64))
-    prediction = predict(Bernoulli(), latent, raw_shape=(1,))
+    moments = (torch.full((1, 1, 1), mean, dtype=F64), torch.full((1, 1, 1), variance, dtype=F64))
+    prediction = predict(Bernoulli(), LatentGaussian(*moments, raw_shape=(1,)))
     assert isinstance(prediction, ClassificationPrediction)
     exact = expectation(lambda z: float(1 / (1 + np.exp(-z))), mean, variance, 0.0)
     assert float(prediction.probs) == pytest.approx(exact, abs=0.02)
@@ -297,7 +298,7 @@ def test_expected_binary_entropy_is_continuous_where_its_two_rules_meet() -> Non
 
 def test_laplace_bridge_is_its_formula_on_zero_sum_logits() -> None:
     latent = marginal(gaussian_latent(4, 1, 3))
-    prediction = predict(Categorical(), latent, raw_shape=(4, 3), link="bridge")
+    prediction = predict(Categorical(), latent, link="bridge")
     assert isinstance(prediction, ClassificationPrediction)
     assert latent.covariance is not None
     for row in range(4):
@@ -318,7 +319,7 @@ def test_laplace_bridge_is_its_formula_on_zero_sum_logits() -> None:
 def test_laplace_bridge_of_independent_logits_is_that_of_a_diagonal_covariance() -> None:
     latent = marginal(gaussian_latent(4, 1, 3), full=False)
     full = LatentGaussian(latent.mean, latent.variance, torch.diag_embed(latent.variance))
-    one, other = (predict(Categorical(), it, raw_shape=(4, 3), link="bridge") for it in (latent, full))
+    one, other = (predict(Categorical(), it, link="bridge") for it in (latent, full))
     assert isinstance(one, ClassificationPrediction)
     assert isinstance(other, ClassificationPrediction)
     close(one.probs, other.probs)
@@ -327,7 +328,7 @@ def test_laplace_bridge_of_independent_logits_is_that_of_a_diagonal_covariance()
 
 def test_laplace_bridge_of_a_binary_logit_is_a_beta_distribution() -> None:
     z, v = rand(5, 1, 1), rand(5, 1, 1, seed=1).abs()
-    prediction = predict(Bernoulli(), LatentGaussian(z, v), raw_shape=(5,), link="bridge")
+    prediction = predict(Bernoulli(), LatentGaussian(z, v, raw_shape=(5,)), link="bridge")
     assert isinstance(prediction, ClassificationPrediction)
     a, b = ((1 + z.exp()) / v).flatten(), ((1 + (-z).exp()) / v).flatten()
     close(prediction.probs, a / (a + b))
@@ -344,7 +345,7 @@ def test_entropy_is_expected_entropy_plus_mutual_information(likelihood: Likelih
     latent: LatentGaussian | LatentSamples = marginal(gaussian_latent(6, 2, 3))
     if link is None:
         latent = LatentSamples(rand(9, 6, 2, 3))
-    prediction = predict(likelihood, latent, raw_shape=(6, 2, 3), link=link)
+    prediction = predict(likelihood, latent, link=link)
     assert isinstance(prediction, ClassificationPrediction)
     shape = (6, 2) if likelihood.name == "categorical" else (6, 2, 3)
     assert prediction.entropy.shape == prediction.mutual_information.shape == shape
@@ -362,7 +363,7 @@ def test_entropy_is_expected_entropy_plus_mutual_information(likelihood: Likelih
 
 def test_sampled_classification_averages_probabilities() -> None:
     values = rand(9, 4, 1, 3)
-    prediction = predict(Categorical(), LatentSamples(values), raw_shape=(4, 3))
+    prediction = predict(Categorical(), LatentSamples(values))
     assert isinstance(prediction, ClassificationPrediction)
     each = distributions.Categorical(logits=values[:, :, 0])
     close(prediction.probs, each.probs.mean(0))
@@ -374,7 +375,7 @@ def test_sampled_classification_averages_probabilities() -> None:
 @pytest.mark.parametrize("link", ["probit", "mc", "bridge"])
 def test_class_densities_are_the_probabilities(link: str) -> None:
     latent = marginal(gaussian_latent(4, 2, 3))
-    prediction = predict(Categorical(), latent, raw_shape=(4, 2, 3), link=link)
+    prediction = predict(Categorical(), latent, link=link)
     assert isinstance(prediction, ClassificationPrediction)
     y = torch.tensor([[0, 1], [2, -100], [1, 1], [-100, -100]])
     p = prediction.probs
@@ -382,7 +383,7 @@ def test_class_densities_are_the_probabilities(link: str) -> None:
     close(prediction.log_prob(y), expected.log())
     soft = rand(4, 2, 3, seed=4).softmax(-1)
     close(prediction.log_prob(soft), (soft * p.log()).sum((1, 2)))
-    binary = predict(Bernoulli(), latent, raw_shape=(4, 2, 3), link=link)
+    binary = predict(Bernoulli(), latent, link=link)
     assert isinstance(binary, ClassificationPrediction)
     labels = rand(4, 2, 3, seed=5) > 0
     close(binary.log_prob(labels), torch.where(labels, binary.probs, 1 - binary.probs).log().sum((1, 2)))
@@ -391,11 +392,11 @@ def test_class_densities_are_the_probabilities(link: str) -> None:
 def test_joint_class_density_is_a_probability_over_all_labelings() -> None:
     """The 9 labelings of two correlated examples sum to one; their marginals are those of each example."""
     latent = gaussian_latent(2, 1, 3)
-    joint = predict(Categorical(), latent, raw_shape=(2, 3), link="mc", samples=20_000)
+    joint = predict(Categorical(), latent, link="mc", samples=20_000)
     table = torch.stack([joint.log_prob(torch.tensor([a, b])).exp() for a in range(3) for b in range(3)]).reshape(3, 3)
     assert joint.log_prob(torch.tensor([0, 0])).dim() == 0
     close(table.sum(), 1.0)
-    alone = predict(Categorical(), marginal(latent), raw_shape=(2, 3), link="mc", samples=20_000)
+    alone = predict(Categorical(), marginal(latent), link="mc", samples=20_000)
     assert isinstance(alone, ClassificationPrediction)
     close(table.sum(1), alone.probs[0], 5 * 0.5 / math.sqrt(10_000))  # five standard errors of a difference
     close(table.sum(0), alone.probs[1], 5 * 0.5 / math.sqrt(10_000))
@@ -409,7 +410,7 @@ def test_extreme_logits_stay_finite_in_float32(likelihood: Likelihood, link: str
     for scale in (0.0, 1e-6, 1.0, 1e6):
         variance = torch.full_like(mean, scale)
         for covariance in (None, torch.diag_embed(variance)):
-            prediction = predict(likelihood, LatentGaussian(mean, variance, covariance), raw_shape=(3, 3), link=link)
+            prediction = predict(likelihood, LatentGaussian(mean, variance, covariance), link=link)
             assert isinstance(prediction, ClassificationPrediction)
             y = torch.tensor([1, 0, 0]) if likelihood.name == "categorical" else torch.ones(3, 3)
             values = (
@@ -426,7 +427,7 @@ def test_draws_follow_the_generator_and_predictions_keep_their_numbers() -> None
     latent = marginal(gaussian_latent(4, 1, 3))
 
     def probs(generator: torch.Generator | None) -> Tensor:
-        prediction = predict(Categorical(), latent, raw_shape=(4, 3), link="mc", generator=generator)
+        prediction = predict(Categorical(), latent, link="mc", generator=generator)
         assert isinstance(prediction, ClassificationPrediction)
         assert torch.equal(prediction.probs, prediction.probs)
         return prediction.probs
@@ -456,12 +457,12 @@ def test_draws_in_chunks_have_the_moments_of_the_latent(monkeypatch: pytest.Monk
 def test_an_indefinite_covariance_is_refused() -> None:
     covariance = torch.tensor([[[[1.0, 2.0], [2.0, 1.0]]]], dtype=F64)
     latent = LatentGaussian(torch.zeros(1, 1, 2, dtype=F64), torch.ones(1, 1, 2, dtype=F64), covariance)
-    prediction = predict(Categorical(), latent, raw_shape=(1, 2), link="mc")
+    prediction = predict(Categorical(), latent, link="mc")
     assert isinstance(prediction, ClassificationPrediction)
     with pytest.raises(errors.NotPositiveDefiniteError, match="eigenvalues"):
         _ = prediction.probs
     with pytest.raises(errors.NotPositiveDefiniteError, match="positive definite"):
-        predict(Gaussian(0.1), latent, raw_shape=(1, 2)).log_prob(torch.zeros(1, 2))
+        predict(Gaussian(0.1), latent).log_prob(torch.zeros(1, 2))
 
 
 # -- counts -------------------------------------------------------------------------------------------------
@@ -480,7 +481,7 @@ def poisson_quad(y: int, mean: float, variance: float) -> float:
 @pytest.mark.parametrize("variance", [1e-8, 0.01, 1.0, 9.0, 100.0])
 def test_count_density_and_moments_match_brute_force_integration(mean: float, variance: float) -> None:
     latent = LatentGaussian(torch.full((1, 1, 1), mean, dtype=F64), torch.full((1, 1, 1), variance, dtype=F64))
-    prediction = predict(Poisson(), latent, raw_shape=(1, 1))
+    prediction = predict(Poisson(), latent)
     assert isinstance(prediction, CountPrediction)
     for y in (0, 1, 7, 400, 3000):
         close(prediction.log_prob(torch.tensor([y])), poisson_quad(y, mean, variance), 1e-6)
@@ -496,7 +497,7 @@ def test_count_density_and_moments_match_brute_force_integration(mean: float, va
 @pytest.mark.parametrize("variance", [0.0, 1e-4, 0.3, 4.0])
 def test_count_intervals_are_the_quantiles_of_the_summed_probabilities(mean: float, variance: float) -> None:
     latent = LatentGaussian(torch.full((1, 1, 1), mean, dtype=F64), torch.full((1, 1, 1), variance, dtype=F64))
-    prediction = predict(Poisson(), latent, raw_shape=(1, 1))
+    prediction = predict(Poisson(), latent)
     assert isinstance(prediction, CountPrediction)
     sd = math.sqrt(variance)
     f = np.linspace(mean - 9 * sd, mean + 9 * sd, 200_001) if sd else np.array([mean])
@@ -522,7 +523,7 @@ def test_count_intervals_are_the_quantiles_of_the_summed_probabilities(mean: flo
 
 def test_sampled_counts_are_a_mixture_of_poissons() -> None:
     values = rand(9, 4, 1, 2)
-    prediction = predict(Poisson(), LatentSamples(values), raw_shape=(4, 2))
+    prediction = predict(Poisson(), LatentSamples(values))
     assert isinstance(prediction, CountPrediction)
     rates = values[:, :, 0].exp()
     close(prediction.mean, rates.mean(0))
@@ -539,7 +540,7 @@ def test_sampled_counts_are_a_mixture_of_poissons() -> None:
 
 def test_large_rates_do_not_overflow_or_lose_their_quantiles() -> None:
     mean = torch.tensor([[[60.0]], [[45.0]], [[-200.0]]])
-    prediction = predict(Poisson(), LatentGaussian(mean, torch.zeros_like(mean)), raw_shape=(3, 1))
+    prediction = predict(Poisson(), LatentGaussian(mean, torch.zeros_like(mean)))
     assert isinstance(prediction, CountPrediction)
     torch.testing.assert_close(prediction.mean, mean[:, 0].exp())
     assert bool((prediction.epistemic_variance == 0).all())
@@ -556,10 +557,10 @@ def test_density_of_a_custom_likelihood_converges_to_the_exact_one() -> None:
     """A Gaussian written by hand; 40,000 draws, five standard errors."""
     latent = marginal(gaussian_latent(3, 1, 2))
     custom = Custom(lambda f, y: -distributions.Normal(f, 1.0).log_prob(y).sum())
-    prediction = predict(custom, latent, raw_shape=(3, 2), samples=40_000)
+    prediction = predict(custom, latent, samples=40_000)
     assert isinstance(prediction, FunctionPrediction)
     y = rand(3, 2, seed=5)
-    exact = predict(Gaussian(1.0), latent, raw_shape=(3, 2)).log_prob(y)
+    exact = predict(Gaussian(1.0), latent).log_prob(y)
     densities = distributions.Normal(next(iter(latent.draws(40_000, 0)))[:, :, 0], 1.0).log_prob(y).sum(-1).exp()
     error = densities.std(0) / densities.mean(0) / math.sqrt(40_000)
     assert bool(((prediction.log_prob(y) - exact).abs() < 5 * error).all())
@@ -574,8 +575,8 @@ ALL: list[Callable[..., Likelihood]] = [Gaussian, HeteroscedasticGaussian, Categ
 @pytest.mark.parametrize("kind", ALL)
 def test_channels_first_predictions_are_channels_last_ones_permuted(kind: Callable[..., Likelihood]) -> None:
     latent = marginal(gaussian_latent(2, 6, 4))
-    last = predict(kind(), latent, raw_shape=(2, 3, 2, 4))
-    first = predict(kind(channels="first"), latent, raw_shape=(2, 4, 3, 2))
+    last = predict(kind(), replace(latent, raw_shape=(2, 3, 2, 4)))
+    first = predict(kind(channels="first"), replace(latent, raw_shape=(2, 4, 3, 2)))
     assert latent.covariance is not None
     assert first.f_covariance is not None
     assert last.f_covariance is not None
@@ -607,8 +608,8 @@ def test_channels_first_predictions_are_channels_last_ones_permuted(kind: Callab
 def test_outputs_without_a_channel_dimension_give_predictions_without_one(
     kind: Callable[..., Likelihood],
 ) -> None:
-    latent = marginal(gaussian_latent(5, 1, 1))
-    prediction = predict(kind(), latent, raw_shape=(5,))
+    latent = replace(marginal(gaussian_latent(5, 1, 1)), raw_shape=(5,))
+    prediction = predict(kind(), latent)
     value = prediction.probs if isinstance(prediction, ClassificationPrediction) else prediction.mean  # type: ignore[attr-defined]
     assert value.shape == prediction.f_mean.shape == prediction.f_variance.shape == (5,)
     assert prediction.f_covariance is not None
@@ -623,7 +624,7 @@ def test_float32_in_is_float32_out_and_agrees_with_float64(kind: Callable[..., L
     assert wide.covariance is not None
     narrow = LatentGaussian(wide.mean.float(), wide.variance.float(), wide.covariance.float())
     y = torch.tensor([0, 1, 3]) if kind is Categorical else torch.ones(3, 2 if kind is HeteroscedasticGaussian else 4)
-    a, b = (predict(kind(), latent, raw_shape=(3, 4)).log_prob(y) for latent in (narrow, wide))
+    a, b = (predict(kind(), latent).log_prob(y) for latent in (narrow, wide))
     assert a.dtype == torch.float32
     torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
@@ -652,20 +653,20 @@ def test_options_without_a_meaning_are_refused(
     likelihood: Likelihood, latent: LatentGaussian | LatentSamples, options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(errors.OptionError, match=words):
-        predict(likelihood, latent, raw_shape=(2, 2), **options)  # type: ignore[arg-type]
+        predict(likelihood, latent, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, 95, -0.5, float("nan"), "high"])
 def test_interval_levels_that_are_no_probabilities_are_refused(level: float) -> None:
     for likelihood in (Gaussian(), Poisson()):
-        prediction = predict(likelihood, GAUSSIAN, raw_shape=(2, 2))
+        prediction = predict(likelihood, GAUSSIAN)
         assert isinstance(prediction, (RegressionPrediction, CountPrediction))
         with pytest.raises(errors.OptionError, match=r"level=0\.95"):
             prediction.interval(level)
 
 
 def test_targets_that_do_not_fit_a_prediction_are_refused() -> None:
-    prediction = predict(Categorical(), GAUSSIAN, raw_shape=(2, 2))
+    prediction = predict(Categorical(), GAUSSIAN)
     with pytest.raises(errors.DataError, match="out of range"):
         prediction.log_prob(torch.tensor([0, 5]))
     with pytest.raises(errors.DataError, match="batch size"):
@@ -682,9 +683,26 @@ def test_latents_with_shapes_that_disagree_are_refused() -> None:
         LatentGaussian(mean, torch.ones(2, 1, 2), None, torch.ones(2, 2))
     with pytest.raises(errors.ModelError, match="S, B, T, C"):
         LatentSamples(mean)
+    with pytest.raises(errors.ModelError, match="mean"):
+        LatentGaussian(mean[0], torch.ones(1, 2))
+
+
+def test_raw_shapes_are_the_usual_ones_unless_given_and_have_to_fit() -> None:
+    """The default is the layout of likelihoods whose channels come last."""
+    one, several = torch.zeros(2, 1, 3), torch.zeros(2, 4, 3)
+    assert LatentGaussian(one, one).raw_shape == LatentSamples(one[None]).raw_shape == (2, 3)
+    assert LatentGaussian(several, several).raw_shape == LatentSamples(several[None]).raw_shape == (2, 4, 3)
+    given = LatentSamples(several[None], raw_shape=torch.Size([2, 2, 2, 3]))
+    assert given.raw_shape == predict(Gaussian(), given).raw_shape == (2, 2, 2, 3)
+    assert predict(Gaussian(), given).f_mean.shape == (2, 2, 2, 3)
+    for wrong in ((3, 2), (2, 4), (1, 2, 3)):
+        with pytest.raises(errors.ModelError, match="raw_shape"):
+            LatentGaussian(one, one, raw_shape=wrong)
+        with pytest.raises(errors.ModelError, match="raw_shape"):
+            LatentSamples(one[None], raw_shape=wrong)
 
 
 def test_predictions_cannot_be_changed() -> None:
-    prediction = predict(Gaussian(), GAUSSIAN, raw_shape=(2, 2))
+    prediction = predict(Gaussian(), GAUSSIAN)
     with pytest.raises(AttributeError):
         prediction.samples = 3  # type: ignore[misc]

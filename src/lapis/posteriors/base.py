@@ -136,9 +136,8 @@ class Posterior(ABC):
             )
         full = covariance == "full" or (covariance is None and self._full_by_default())
         latent, shape = self._linearised(x, "joint" if joint else "full" if full else "diagonal")
-        return predict_outputs(
-            self.likelihood, latent, raw_shape=shape, link=link, samples=samples, generator=generator
-        )
+        latent = replace(latent, raw_shape=shape)
+        return predict_outputs(self.likelihood, latent, link=link, samples=samples, generator=generator)
 
     def _predict_sampled(
         self, x: Inputs, link: str | None, samples: int | None, generator: torch.Generator | None
@@ -154,7 +153,7 @@ class Posterior(ABC):
             values, shape = sampled.together(*network, self.sample(count, generator=source), inputs)
         else:
             values, shape = sampled.one_by_one(*network, partial(self._draws, count, source), inputs)
-        return predict_outputs(self.likelihood, LatentSamples(values), raw_shape=shape, link=link)
+        return predict_outputs(self.likelihood, LatentSamples(values, raw_shape=shape), link=link)
 
     def _networks(self) -> int:
         """Networks of a sampled prediction, when their number is not given."""

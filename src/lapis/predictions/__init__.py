@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import get_args
 
 import torch
@@ -34,7 +33,6 @@ def predict(
     likelihood: Likelihood,
     latent: Latent,
     *,
-    raw_shape: Sequence[int],
     link: str | None = None,
     samples: int | None = None,
     generator: torch.Generator | None = None,
@@ -43,25 +41,23 @@ def predict(
 
     Args:
         likelihood: what the outputs mean.
-        latent: distribution of the canonical outputs (B, T, C).
-        raw_shape: shape of the network's own output, whose layout the prediction takes.
+        latent: distribution of the canonical outputs (B, T, C); its `raw_shape` is the prediction's layout.
         link: for classes, "probit" (default), "mc" or "bridge": how Gaussian logits become probabilities.
         samples: draws of f where Monte Carlo is needed, 256 unless given.
         generator: where their seed comes from; without it the seed is 0.
     """
     chosen = _checked_link(likelihood, latent, link)
     count = _checked_samples(likelihood, latent, chosen, samples)
-    shape = tuple(raw_shape)
     seed = 0
     if generator is not None:
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
     if likelihood.kind == "classification":
-        return ClassificationPrediction(likelihood, latent, shape, count, seed, chosen)
+        return ClassificationPrediction(likelihood, latent, count, seed, chosen)
     if likelihood.kind == "regression":
-        return RegressionPrediction(likelihood, latent, shape, count, seed)
+        return RegressionPrediction(likelihood, latent, count, seed)
     if likelihood.kind == "count":
-        return CountPrediction(likelihood, latent, shape, count, seed)
-    return FunctionPrediction(likelihood, latent, shape, count, seed)
+        return CountPrediction(likelihood, latent, count, seed)
+    return FunctionPrediction(likelihood, latent, count, seed)
 
 
 def _checked_link(likelihood: Likelihood, latent: Latent, link: str | None) -> Link | None:

@@ -26,9 +26,13 @@ class Prediction(ABC):
 
     likelihood: Likelihood
     latent: Latent
-    raw_shape: tuple[int, ...]
     samples: int
     seed: int
+
+    @property
+    def raw_shape(self) -> tuple[int, ...]:
+        """Shape of the network's own output, whose layout the prediction takes."""
+        return self.latent.raw_shape
 
     @property
     def method(self) -> Literal["linearised", "sampled"]:

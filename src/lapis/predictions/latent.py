@@ -1,7 +1,12 @@
-"""What a posterior says about the outputs f: a Gaussian (linearised network), or draws (sampled networks)."""
+"""What a posterior says about the outputs f: a Gaussian (linearised network), or draws (sampled networks).
+
+Both hold canonical outputs (B, T, C), for B examples, T positions and C outputs a position, together with
+`raw_shape`, the shape of the network's own output: predictions are laid out as that output is.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,14 +30,25 @@ class LatentGaussian:
         covariance: over the outputs of each position, (B, T, C, C), or None when only the variances are
             known; they then count as independent.
         joint: over everything, (B T C, B T C) in the order of mean.flatten(), or None.
+        raw_shape: shape of the network's own output. When left out, that of a network whose outputs come last, as
+            likelihoods assume unless told otherwise: (B, C) for one position, (B, T, C) for several.
     """
 
     mean: Tensor
     variance: Tensor
     covariance: Tensor | None = None
     joint: Tensor | None = None
+    raw_shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.mean.dim() != 3:
+            raise ModelError(
+                "The mean of the outputs has the wrong shape",
+                expected="(B, T, C): examples, positions, outputs",
+                got=str(tuple(self.mean.shape)),
+                do="pass canonical outputs, likelihood.canonical(output)",
+            )
+        _fill_raw_shape(self)
         outputs, total = self.mean.shape[-1], self.mean.numel()
         _check_shape("variance", self.variance, tuple(self.mean.shape))
         if self.covariance is not None:
@@ -90,12 +106,13 @@ class LatentSamples:
 
     Args:
         values: (S, B, T, C).
-        joint: whether densities are to be taken over all examples at once (each network answers for the whole
-        batch).
+        joint: whether densities are taken over all examples at once: each network answers for the whole batch.
+        raw_shape: shape of the network's own output, as for `LatentGaussian`.
     """
 
     values: Tensor
     joint: bool = False
+    raw_shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.values.dim() != 4 or self.values.shape[0] == 0:
@@ -105,6 +122,7 @@ class LatentSamples:
                 got=str(tuple(self.values.shape)),
                 do="stack the outputs of the sampled networks",
             )
+        _fill_raw_shape(self)
 
     @cached_property
     def mean(self) -> Tensor:
@@ -145,6 +163,22 @@ def square_root(covariance: Tensor) -> Tensor:
         )
     root: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     return root.to(covariance.dtype)
+
+
+def _fill_raw_shape(latent: Latent) -> None:
+    """Give a latent without a raw shape the default one, and refuse a raw shape that does not fit its outputs."""
+    canonical = latent.values.shape[1:] if isinstance(latent, LatentSamples) else latent.mean.shape
+    batch, positions, outputs = canonical
+    default = (batch, outputs) if positions == 1 else (batch, positions, outputs)
+    shape = tuple(latent.raw_shape or default)
+    if shape[0] != batch or math.prod(shape) != canonical.numel():
+        raise ModelError(
+            "The shape of the network's own output does not fit its canonical outputs",
+            expected=f"{batch} examples with {positions} x {outputs} outputs each",
+            got=str(shape),
+            do="pass the shape of the network's output as raw_shape, or leave it out",
+        )
+    object.__setattr__(latent, "raw_shape", shape)
 
 
 def _check_shape(what: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
