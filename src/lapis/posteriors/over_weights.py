@@ -1,0 +1,161 @@
+"""Posteriors over weights: draws, predictions by drawn networks, and for Gaussian ones the linearised network."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Batch, Inputs, batch_length
+from lapis.curvature.products.jacobian import Jacobian
+from lapis.errors import DataError
+from lapis.options import check_count
+from lapis.posteriors.posterior import LatentKind, Posterior
+from lapis.posteriors.predicting.parts import check_inputs
+from lapis.posteriors.predicting.sampled import drawn_outputs
+from lapis.predictions import Latent, LatentGaussian
+
+FULL_COVARIANCE = 32
+"""Up to this many outputs, predictions hold the full covariance between outputs unless told otherwise."""
+
+DRAWN_NETWORKS = 20
+"""Networks of a sampled prediction, when their number is not given."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WeightPosterior(Posterior):
+    """A distribution over the chosen weights that can be drawn from."""
+
+    @abstractmethod
+    def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of the weights, (samples, P). Without a generator those of seed 0."""
+
+    def latent(
+        self, inputs: Inputs, kind: LatentKind, samples: int | None, generator: torch.Generator | None
+    ) -> Latent:
+        """Outputs of networks drawn from the posterior."""
+        count = self._networks() if samples is None else samples
+        return drawn_outputs(self, inputs, count, self.source(count, generator))
+
+    def source(self, samples: int, generator: torch.Generator | None) -> torch.Generator:
+        """The generator to draw from, seed 0 when none is given, after checking that so many can be drawn."""
+        check_count("samples", samples)
+        return generator or torch.Generator(self.network.device).manual_seed(0)
+
+    def _networks(self) -> int:
+        """Networks of a sampled prediction, when their number is not given."""
+        return DRAWN_NETWORKS
+
+    def draws(self, samples: int, generator: torch.Generator) -> Iterable[Tensor]:
+        """The same draws as those of `sample`, (P,) each, one in memory at a time."""
+        return (self.sample(1, generator=generator)[0] for _ in range(samples))
+
+    def quick_draws(
+        self, samples: int, generator: torch.Generator, inputs: Inputs
+    ) -> Iterable[Mapping[str, Tensor]] | None:
+        """The same draws as parameters of networks that are to see `inputs`, where there is a shortcut; else None."""
+        return None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LinearisedPosterior(WeightPosterior):
+    """A posterior whose network is linearised at the module's weights t: f(x) + J(x) (theta - t).
+
+    Outputs are then Gaussian, with mean f(x) + J(x) (mean - t) and the covariance that the class knows.
+
+    Args:
+        mean: of the weights, (P,); it may differ from t.
+        point: t, (P,), where the network is linearised: the module's weights at the fit.
+    """
+
+    methods: ClassVar[tuple[str, ...]] = ("linearised", "sampled")
+
+    mean: Tensor
+    point: Tensor
+
+    @abstractmethod
+    def _outputs(self, inputs: Inputs, kind: LatentKind) -> LatentGaussian:
+        """f(x) and the covariance of the linearised network's outputs at checked inputs."""
+
+    def latent(
+        self, inputs: Inputs, kind: LatentKind, samples: int | None, generator: torch.Generator | None
+    ) -> Latent:
+        """Gaussian outputs of the linearised network, or outputs of drawn networks."""
+        if kind == "sampled":
+            return super().latent(inputs, kind, samples, generator)
+        latent = self._outputs(inputs, kind)
+        if self.mean is self.point:
+            return latent
+        return replace(latent, mean=latent.mean + self._shift(inputs).to(latent.mean.dtype))
+
+    def _shift(self, inputs: Inputs) -> Tensor:
+        """J(x) (mean - t), (B, T, C)."""
+        batch = Batch(inputs, torch.zeros(batch_length(inputs), device=self.network.device), 0)
+        jacobian = Jacobian(
+            self.network, self.likelihood.canonical, [batch], memory_budget=self.facts.memory_budget, kept_bytes=0
+        )
+        return jacobian.forward((self.mean.double() - self.point.double())[None])[0][0]
+
+    def _full_by_default(self) -> bool:
+        return self.n_outputs <= FULL_COVARIANCE
+
+    def _network_is_as_fitted(self) -> bool:
+        # values too: writes through .data leave no trace in torch's counts, which fingerprints go by
+        return self.network.equals(self.point) and super()._network_is_as_fitted()
+
+    def functional_variance(self, x: Inputs, diagonal: bool = False) -> Tensor:
+        """J Sigma J^T of the outputs at each example: (B, C, C), or its diagonal (B, C) laid out as the outputs are.
+
+        Outputs with positions give one matrix a position, (B, *positions, C, C).
+        """
+        latent = self._linearised(x, "diagonal" if diagonal else "full")
+        shape = latent.shape
+        if latent.covariance is not None:
+            return self.likelihood.spread(latent.covariance, shape)
+        return self.likelihood.layout(latent.variance, shape if len(shape) > 1 else (*shape, 1))
+
+    def functional_covariance(self, x: Inputs) -> Tensor:
+        """Covariance of all outputs of all examples with each other: (B, C, B, C), positions behind each B."""
+        latent = self._linearised(x, "joint")
+        assert latent.joint is not None
+        one = (latent.mean.shape[0], *self.likelihood.positions(latent.shape), latent.mean.shape[-1])
+        return latent.joint.reshape(*one, *one)
+
+    def _linearised(self, x: Inputs, kind: LatentKind) -> LatentGaussian:
+        self.check_network()
+        return self._outputs(check_inputs(x, self.network, self.facts.signature), kind)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GaussianPosterior(LinearisedPosterior):
+    """N(mean, A^-1) with a precision A that is known, stored or by its products."""
+
+    @abstractmethod
+    def _logdet(self) -> Tensor:
+        """log |A|, 0-d float64."""
+
+    @abstractmethod
+    def _squared_distance(self, deviations: Tensor) -> Tensor:
+        """|d|^2 in the metric of A, (n,), for deviations d (n, P) in float64."""
+
+    @abstractmethod
+    def marginal_variance(self) -> Tensor:
+        """Variance of each weight, (P,)."""
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """log q(theta) for weights (P,) or (n, P); its constant is as exact as the log-determinant is."""
+        if theta.shape[-1] != self.n_weights or theta.dim() > 2:
+            raise DataError(
+                "These are no weight vectors",
+                expected=f"(..., {self.n_weights})",
+                got=str(tuple(theta.shape)),
+                do="pass flat weights",
+            )
+        quadratic = self._squared_distance(theta.reshape(-1, self.n_weights).double() - self.mean.double())
+        constant = self._logdet() - self.n_weights * math.log(2 * math.pi)
+        return (0.5 * (constant - quadratic)).reshape(theta.shape[:-1])

@@ -1,0 +1,129 @@
+"""Predicting data of any size: parts that fit the memory budget, and their outputs joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lapis.batches import (
+    DEFAULT_BATCH_SIZE,
+    Inputs,
+    as_inputs,
+    batch_length,
+    check_finite,
+    describe,
+    naming,
+    take,
+    tensors_in,
+)
+from lapis.errors import DataError
+from lapis.network import Network
+from lapis.predictions import Latent, join_latents
+from lapis.progress import track
+
+if TYPE_CHECKING:
+    from lapis.posteriors.posterior import LatentKind, Posterior
+
+SMALL = 256
+"""Examples up to which inputs are not measured, but predicted together."""
+
+COPIES = 8
+"""Times that the graph of a part is held at most: outputs, tangents, gradients and what is made of them."""
+
+
+def latent_of_parts(
+    posterior: Posterior,
+    x: Any,
+    kind: LatentKind,
+    samples: int | None,
+    generator: torch.Generator | None,
+    progress: bool | None,
+) -> Latent:
+    """The outputs' distribution at `x`, worked out part by part; the same drawn networks answer for every part."""
+    found = []
+    state = None if generator is None else generator.get_state()
+    parts, total = _parts(posterior.network, x, kind, posterior.facts.signature, posterior.facts.memory_budget)
+    for part in parts if total == 1 else track(parts, "prediction", total, progress):
+        if found and generator is not None and state is not None and kind == "sampled":
+            generator.set_state(state)
+        found.append(posterior.latent(part, kind, samples, generator))
+    if not found:
+        raise _nothing(posterior.facts.signature, "no batches")
+    return join_latents(found)
+
+
+def _parts(
+    network: Network, x: Any, kind: LatentKind, signature: str, memory_budget: int
+) -> tuple[Iterable[Inputs], int | None]:
+    """Checked inputs in parts, and how many parts there are if that is known."""
+    if isinstance(x, Dataset):
+        x = DataLoader(x, batch_size=DEFAULT_BATCH_SIZE, generator=torch.Generator())
+    if not isinstance(x, (DataLoader, Iterator)):
+        inputs = check_inputs(x, network, signature)
+        step = batch_length(inputs) if kind == "joint" else _part_length(network, inputs, memory_budget)
+        return _split(inputs, step), -(-batch_length(inputs) // step)
+    if kind == "joint":
+        raise DataError(
+            "The covariance between all examples takes them at once",
+            expected="inputs in one piece for joint=True",
+            got=type(x).__name__,
+            do="pass one batch of inputs, or leave joint out",
+        )
+
+    def stream() -> Iterator[Inputs]:
+        for index, item in enumerate(x):
+            with naming(f"batch {index}"):
+                inputs = check_inputs(_inputs_of(item), network, signature)
+                yield from _split(inputs, _part_length(network, inputs, memory_budget))
+
+    return stream(), len(x) if isinstance(x, DataLoader) and hasattr(x.dataset, "__len__") else None
+
+
+def _inputs_of(item: Any) -> Any:
+    """The inputs of a batch that may be (inputs, targets) or (inputs,), as loaders give them."""
+    return item[0] if isinstance(item, (tuple, list)) and len(item) in (1, 2) else item
+
+
+def _split(inputs: Inputs, step: int) -> Iterator[Inputs]:
+    length = batch_length(inputs)
+    if length <= step:
+        yield inputs
+        return
+    for start in range(0, length, step):
+        yield take(inputs, start, min(start + step, length))
+
+
+def _part_length(network: Network, inputs: Inputs, memory_budget: int) -> int:
+    """How many examples fit the memory budget, by what the graph of one of them holds."""
+    length = batch_length(inputs)
+    if length <= SMALL:
+        return length
+    with network.prepared():
+        output, held = network.traced(take(inputs, 0, 1))
+    return max(1, min(length, memory_budget // (COPIES * max(1, sum(held) + output.nbytes))))
+
+
+def check_inputs(inputs: Any, network: Network, signature: str) -> Inputs:
+    """Inputs on the network's device, refused when empty, not finite, or of another floating dtype."""
+    ready = as_inputs(inputs, network.dtype, network.device)
+    if not tensors_in(ready) or batch_length(ready) == 0:
+        raise _nothing(signature, describe(ready))
+    for tensor in tensors_in(ready):
+        if tensor.is_floating_point() and tensor.dtype != network.dtype:
+            raise DataError(
+                "The inputs have another dtype than the network",
+                expected=f"{network.dtype} (the fit saw {signature})",
+                got=describe(ready),
+                do=f"convert the inputs with .to({network.dtype})",
+            )
+    check_finite(ready, "this batch")
+    return ready
+
+
+def _nothing(signature: str, got: str) -> DataError:
+    return DataError(
+        "There is nothing to predict", expected=f"inputs like {signature}", got=got, do="pass some examples"
+    )
