@@ -244,7 +244,7 @@ def test_sgd_comes_to_the_draws_that_cg_solves_for(objective: Any) -> None:
 def test_an_interrupted_draw_goes_on_where_it_stopped(
     method: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    posterior, *_ = small_problem()
+    posterior, model, *_ = small_problem()
     options: dict[str, Any] = {"method": method, "generator": None}
     if method == "sgd":
         options |= {"epochs": 40, "batch_size": 10}
@@ -271,8 +271,14 @@ def test_an_interrupted_draw_goes_on_where_it_stopped(
         assert torch.equal(resumed.deviations, whole.deviations)
         assert len(calls) - count < 120 - 60
     close(resumed.deviations, whole.deviations)
-    with pytest.raises(lapis.FileError, match="another draw"):
-        posterior.with_prior(2.0).draw(3, **options, checkpoint=path)
+    one = torch.ones(posterior.n_weights, dtype=torch.float64)
+    one[0], one[1] = 1.5, 0.5  # the same sum
+    assert bool((posterior.weight_prior.vector() == 1).all())
+    for prior in (2.0, lapis.Prior(one, groups="weight")):
+        with pytest.raises(lapis.FileError, match="another draw"):
+            posterior.with_prior(prior).draw(3, **options, checkpoint=path)
+    with pytest.raises(lapis.FileError, match="holds a checkpoint of a draw"):
+        lapis.load(path, model)
 
 
 def test_a_drawn_posterior_predicts_by_its_draws_and_comes_back_from_a_file(tmp_path: Any) -> None:

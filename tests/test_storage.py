@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import lapis
 from cases import CASES, F64
+from lapis import files
 from lapis.errors import FileError, LapisError, ModelError
-from lapis.posteriors import files
 from untouched import untouched
 
 every_structure = pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker"])

@@ -157,11 +157,31 @@ def test_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(lapis.FileError, match="learning_rate"):
         lapis.train(network(), sine(), "regression", checkpoint=path, **{**OPTIONS, "learning_rate": 0.5})
     wider = nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1)).double()
-    with pytest.raises(lapis.FileError, match="another network"):
+    with pytest.raises(lapis.FileError, match="n_weights="):
         lapis.train(wider, sine(), "regression", checkpoint=path, **OPTIONS)
-    path.write_bytes(b"not a checkpoint")
-    with pytest.raises(lapis.FileError, match="no whole checkpoint"):
+    with pytest.raises(lapis.FileError, match="prior="):
+        lapis.train(network(), sine(), "regression", checkpoint=path, prior=lapis.Prior(2.0, groups="layer"), **OPTIONS)
+    contents = bytearray(path.read_bytes())
+    contents[-3] ^= 1
+    path.write_bytes(contents)
+    with pytest.raises(lapis.FileError, match="not an unchanged Lapis checkpoint of a training run"):
         lapis.train(network(), sine(), "regression", checkpoint=path, **OPTIONS)
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(lapis.FileError, match="not a whole Lapis checkpoint"):
+        lapis.train(network(), sine(), "regression", checkpoint=path, **OPTIONS)
+    lapis.laplace(network(), sine(), "regression").save(path)
+    with pytest.raises(lapis.FileError, match="holds a posterior"):
+        lapis.train(network(), sine(), "regression", checkpoint=path, **OPTIONS)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
+    model = network()
+    before = [p.clone() for p in model.parameters()]
+    for path in (tmp_path, tmp_path / "no folder" / "run"):
+        with pytest.raises(lapis.FileError, match="Cannot write"):
+            lapis.train(model, sine(), "regression", checkpoint=path, **OPTIONS)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_training_stops_when_the_evidence_has_stopped_rising() -> None:

@@ -19,10 +19,10 @@ from lapis.curvature.sums import Curvature
 from lapis.curvature.tape import ExampleBytes, Tape
 from lapis.errors import FileError
 from lapis.evidence import TangentMode, Training, Tuning
+from lapis.files import read, write
 from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network, split_vector
 from lapis.posteriors.base import GaussianPosterior, Posterior
-from lapis.posteriors.files import read, write
 from lapis.posteriors.laplace.drawn import Drawing, DrawnPosterior
 from lapis.posteriors.laplace.implicit import ImplicitPosterior, Solver
 from lapis.posteriors.laplace.stored import LaplacePosterior

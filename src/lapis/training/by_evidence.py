@@ -7,16 +7,17 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lapis.batches import Batch
+from lapis.checkpoint import Checkpoint
 from lapis.curvature.blocks.partition import NAMES
-from lapis.errors import FileError, LapisWarning, ModelError, OptionError
+from lapis.errors import LapisWarning, ModelError, OptionError
 from lapis.evidence import Training
+from lapis.files import tensors_digest
 from lapis.likelihoods import Likelihood, from_config
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network
@@ -25,9 +26,9 @@ from lapis.posteriors import LaplacePosterior
 from lapis.posteriors.laplace.fit import laplace
 from lapis.priors import Prior, WeightPrior, as_prior
 from lapis.progress import track
-from lapis.training import checkpoint as files
 from lapis.training.constant import constant_log_likelihood
 from lapis.training.data import shuffled, survey
+from lapis.training.state import load_model, load_optimiser, model_tensors, optimiser_parts, under
 
 MakeOptimiser = Callable[[list[Tensor], float], torch.optim.Optimizer]
 
@@ -111,10 +112,13 @@ def train(
         "epochs": epochs, "learning_rate": learning_rate, "schedule": schedule, "batch_size": batch_size, "seed": seed,
         "burn_in": burn_in, "every": every, "hyper_steps": hyper_steps, "noise": noise, "n_data": n_data,
         "structure": structure, "curvature": curvature, "patience": patience,
+        "optimiser": optimiser if isinstance(optimiser, str) else "a function", "likelihood": family.name,
+        "n_weights": network.size,
+        "prior": tensors_digest({"precision": start.precision, "mean": start.mean}),
     }  # fmt: skip
-    path = None if checkpoint is None else Path(checkpoint)
-    if path is not None and path.exists():
-        run.load(path, settings)
+    kept = Checkpoint(checkpoint, "training run", settings)
+    if kept.tensors:
+        run.load(kept.tensors, kept.facts)
 
     def fit(likelihood: Likelihood, prior: WeightPrior) -> LaplacePosterior:
         return laplace(
@@ -136,9 +140,9 @@ def train(
                     run.tune(fit, hyper_steps, noise, guarded=2 * epoch <= epochs)
             if patience is not None and run.waited() >= patience:
                 run.reason = f"the evidence has not risen for {patience} evaluations"
-            if path is not None:
-                run.save(path, settings)
-        files.load_model(model, run.best)
+            if checkpoint is not None:
+                kept.offer(*run.state(), now=True)
+        load_model(model, run.best)
         best = run.best_posterior(fit)
     finally:
         for module, training in modes:
@@ -195,7 +199,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.optimiser = self.make()
         self.loosest = LOOSEST * self.prior.precision.detach()
-        self.first = files.model_tensors(self.network.module)
+        self.first = model_tensors(self.network.module)
         self.spread = self._spread()
 
     def _spread(self) -> float:
@@ -269,7 +273,7 @@ class _Run:
         precision = tuned.weight_prior.precision.detach()
         if self.best_at < 0 or evidence > self.log_evidence[self.best_at]:
             self.best_at = len(self.evaluated) - 1
-            self.best = files.model_tensors(self.network.module)
+            self.best = model_tensors(self.network.module)
             self.best_precision, self.best_likelihood = precision, tuned.likelihood
             told = [str(each.message) for each in caught if issubclass(each.category, LapisWarning)]
             # a few steps need not converge: the next evaluation goes on from there
@@ -285,7 +289,7 @@ class _Run:
         old, new = self.prior.precision, tuned.weight_prior.precision.detach()
         loose = torch.minimum(old.to(new), new).div(LOOSEN).clamp(min=self.loosest.to(new))
         if bool((loose < old.to(new)).any()) and self._spread() < SQUASHED * self.spread:
-            files.load_model(self.network.module, self.first)
+            load_model(self.network.module, self.first)
             self.optimiser = self.make()
         self.prior = self.prior.with_precision(loose)
         before, now = self.likelihood.noise, tuned.likelihood.noise
@@ -326,41 +330,26 @@ class _Run:
         for note in self.notes:
             warnings.warn(note, LapisWarning, stacklevel=3)
 
-    def save(self, path: Path, settings: dict[str, Any]) -> None:
-        state, numbers = files.optimiser_parts(self.optimiser)
-        tensors = {f"model.{name}": t for name, t in files.model_tensors(self.network.module).items()}
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The run as tensors and as facts for JSON; `load` takes both."""
+        state, numbers = optimiser_parts(self.optimiser)
+        tensors = {f"model.{name}": t for name, t in model_tensors(self.network.module).items()}
         tensors |= {f"optimiser.{name}": t for name, t in state.items()}
         tensors |= {f"best.{name}": t for name, t in self.best.items()} | {"precision": self.prior.precision}
         tensors |= {f"first.{name}": t for name, t in self.first.items()}
         if self.best_precision is not None:
             tensors["best_precision"] = self.best_precision
         facts = {name: getattr(self, name) for name in PLAIN}
-        facts |= {"settings": settings, "optimiser": numbers, "likelihood": self.likelihood.to_config()}
+        facts |= {"optimiser": numbers, "likelihood": self.likelihood.to_config()}
         facts["best_likelihood"] = self.best_likelihood and self.best_likelihood.to_config()
-        files.write(path, tensors, facts)
+        return tensors, facts
 
-    def load(self, path: Path, settings: dict[str, Any]) -> None:
-        tensors, facts = files.read(path)
-        lacking = [name for name in PLAIN if name not in facts]
-        if lacking:
-            raise FileError(
-                f"The run in {path} cannot be gone on with",
-                expected=f"a checkpoint of this version, with {lacking[0]!r}",
-                got="one of another version",
-                do="delete the checkpoint to start anew",
-            )
-        changed = [name for name, value in settings.items() if facts["settings"].get(name) != value]
-        if changed:
-            raise FileError(
-                f"The run in {path} was started with other settings",
-                expected=f"{changed[0]}={facts['settings'].get(changed[0])!r}",
-                got=f"{settings[changed[0]]!r}",
-                do="pass the same settings, or delete the checkpoint",
-            )
-        files.load_model(self.network.module, files.under("model.", tensors))
-        files.load_optimiser(self.optimiser, files.under("optimiser.", tensors), facts["optimiser"])
+    def load(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Go on from a state that an earlier run left."""
+        load_model(self.network.module, under("model.", tensors))
+        load_optimiser(self.optimiser, under("optimiser.", tensors), facts["optimiser"])
         self.prior = self.prior.with_precision(tensors["precision"].to(self.network.device))
-        self.best, self.first = files.under("best.", tensors), files.under("first.", tensors)
+        self.best, self.first = under("best.", tensors), under("first.", tensors)
         self.best_precision = tensors["best_precision"].to(self.network.device) if "best_precision" in tensors else None
         for name in PLAIN:
             setattr(self, name, facts[name])

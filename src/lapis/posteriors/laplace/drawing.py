@@ -13,30 +13,25 @@ inverted. Only the low-noise one keeps u out of the minibatches.
 from __future__ import annotations
 
 import os
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from lapis.checkpoint import Checkpoint
 from lapis.curvature.products.ggn import ImplicitCurvature
-from lapis.errors import FileError, LapisWarning, OptionError
+from lapis.errors import LapisWarning, OptionError
+from lapis.files import tensors_digest
 from lapis.options import check_choice, check_count
-from lapis.posteriors.files import read, write
 from lapis.posteriors.laplace.drawn import Drawing, DrawnPosterior
 from lapis.solvers import CGProgress, Operator, SGDSettings, SGDState, sgd, sgd_learning_rate
 from lapis.solvers.operator import norms
 
 if TYPE_CHECKING:
     from lapis.posteriors.laplace.implicit import ImplicitPosterior
-
-SAVE_SECONDS = 30.0
-"""A checkpoint is written at most this often, beside when interrupted and at the end."""
 
 SGD_RESIDUAL = 0.1
 """Draws by SGD count as converged below this |A z - b| / |b|; variances are then right to about a percent."""
@@ -109,7 +104,7 @@ def draw(
 ) -> DrawnPosterior:
     """See `ImplicitPosterior.draw`."""
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    kept = Checkpoint.open(checkpoint, _facts(posterior, chosen, seed))
+    kept = Checkpoint(checkpoint, "draw", _facts(posterior, chosen, seed))
     make = _by_cg if chosen.method == "cg" else _by_sgd
     deviations, drawing = make(posterior, chosen, seed, kept, progress)
     return DrawnPosterior(
@@ -292,75 +287,13 @@ def _by_sgd(
 
 
 def _facts(posterior: ImplicitPosterior, chosen: Options, seed: int) -> dict[str, Any]:
-    """What must be the same for a draw to go on."""
+    """What must be the same for a draw to go on; `precision` is a digest of all prior precisions."""
     return {
         **asdict(chosen),
         "seed": seed,
         "space": posterior.space,
         "fingerprint": posterior.fingerprint,
         "data": posterior.curvature.digest,
-        "precision": float(posterior.weight_prior.vector().detach().sum()),
+        "precision": tensors_digest({"precision": posterior.weight_prior.vector()}),
         "scale": float(posterior.scale.detach()),
     }
-
-
-class Checkpoint:
-    """What is done of a draw, in a file (none without a path). `tensors` and `facts` are what an earlier run left."""
-
-    def __init__(self, path: Path | None, draw: dict[str, Any]) -> None:
-        self.path, self.draw = path, draw
-        self.tensors: dict[str, Tensor] = {}
-        self.facts: dict[str, Any] = {}
-        self._latest: Callable[[], None] | None = None
-        self._written = time.monotonic()
-
-    @staticmethod
-    def open(path: str | os.PathLike[str] | None, draw: dict[str, Any]) -> Checkpoint:
-        kept = Checkpoint(None if path is None else Path(path), draw)
-        if kept.path is None or not kept.path.exists():
-            return kept
-        config, kept.tensors = read(kept.path)
-        if "draw" not in config:
-            raise FileError(
-                f"{path} is no checkpoint of a draw",
-                expected="a file written by draw(checkpoint=...)",
-                got="another Lapis file",
-                do="choose another path",
-            )
-        changed = [name for name in draw if config["draw"].get(name) != draw[name]]
-        if changed:
-            raise FileError(
-                f"{path} belongs to another draw",
-                expected=f"{changed[0]} = {config['draw'].get(changed[0])!r}",
-                got=repr(draw[changed[0]]),
-                do="pass the same arguments as before, or delete the file to start anew",
-            )
-        kept.facts = config["facts"]
-        return kept
-
-    def offer(self, tensors: dict[str, Tensor], facts: dict[str, Any], now: bool = False) -> None:
-        """Write this state when it is time, and remember it for an interruption."""
-        if self.path is None:
-            return
-        path = self.path
-        self._latest = lambda: write(path, {"draw": self.draw, "facts": facts}, tensors)
-        if now or time.monotonic() - self._written > SAVE_SECONDS:
-            self._latest()
-            self._written = time.monotonic()
-
-    def guarded(self) -> _Guard:
-        return _Guard(self)
-
-
-class _Guard:
-    """Writes the latest state when what it surrounds is interrupted."""
-
-    def __init__(self, kept: Checkpoint) -> None:
-        self.kept = kept
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self.kept._latest is not None:
-            self.kept._latest()

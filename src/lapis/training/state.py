@@ -1,61 +1,14 @@
-"""What training needs to go on after being killed: one file of tensors and JSON, written whole or not at all."""
+"""The state of a model and of its optimiser as tensors and plain numbers, for checkpoints."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lapis.errors import FileError
-
-
-def write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write beside the target, then rename: a checkpoint that exists is whole."""
-    partial = path.with_name(path.name + f".{os.getpid()}.partial")
-    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    try:
-        save_file(held, partial, metadata={"lapis.training": json.dumps(facts)})
-        os.replace(partial, path)
-    except OSError as error:
-        raise FileError(
-            f"Cannot write {path}",
-            expected="a file that can be replaced",
-            got=str(error),
-            do="choose a folder that exists and can be written",
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts; FileError when the file is no checkpoint."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get("lapis.training")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise FileError(
-            f"{path} is no whole checkpoint",
-            expected="a file that lapis.train wrote",
-            got=str(error),
-            do="delete it to start anew",
-        ) from error
-    if text is None:
-        raise FileError(
-            f"{path} is no checkpoint of lapis.train",
-            expected="a file that it wrote",
-            got="another file",
-            do="choose another path",
-        )
-    facts: dict[str, Any] = json.loads(text)
-    return tensors, facts
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,75 @@
+"""Long work that goes on after an interruption: its state in a file, and what must be the same to go on with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lapis.errors import FileError
+from lapis.files import check_writable, read, write
+
+SAVE_SECONDS = 30.0
+"""A checkpoint is written at most this often, beside when interrupted and when asked to."""
+
+
+class Checkpoint:
+    """The state of some work, in a file; without a path nothing is read or written.
+
+    Args:
+        path: where the file is, or will be. One that cannot be written is a FileError at once.
+        work: what is done, in a word: "draw".
+        same: what decides the result (settings, digests of the data). A file where any of these differs is refused.
+
+    `tensors` and `facts` are the state an earlier run left; both are empty when there was none.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, work: str, same: Mapping[str, Any]) -> None:
+        self.path = None if path is None else Path(path)
+        self.kind = f"checkpoint of a {work}"
+        self.same: dict[str, Any] = json.loads(json.dumps(dict(same)))  # as it comes back from a file
+        self.tensors: dict[str, Tensor] = {}
+        self.facts: dict[str, Any] = {}
+        self._latest: Callable[[], None] | None = None
+        self._written = time.monotonic()
+        if self.path is None:
+            return
+        check_writable(self.path)
+        if not self.path.exists():
+            return
+        config, self.tensors = read(self.path, self.kind)
+        self.facts, before = config["facts"], config["same"]
+        changed = [name for name, value in self.same.items() if before.get(name) != value]
+        if changed:
+            raise FileError(
+                f"{path} belongs to another {work}",
+                expected=f"{changed[0]}={before.get(changed[0])!r}",
+                got=repr(self.same[changed[0]]),
+                do="pass the same arguments as before, or delete the file to start anew",
+            )
+
+    def offer(self, tensors: dict[str, Tensor], facts: dict[str, Any], now: bool = False) -> None:
+        """Write this state when it is time, or `now`; else remember it in case of an interruption."""
+        if self.path is None:
+            return
+        path = self.path
+        self._latest = lambda: write(path, {"same": self.same, "facts": facts}, tensors, self.kind)
+        if now or time.monotonic() - self._written > SAVE_SECONDS:
+            self._latest()
+            self._written = time.monotonic()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Write the latest state when the work inside ends with an exception, Ctrl-C included."""
+        try:
+            yield
+        except BaseException:
+            if self._latest is not None:
+                self._latest()
+            raise
