@@ -12,14 +12,17 @@ from lapis.predictions.base import Prediction
 from lapis.predictions.classification import ClassificationPrediction, Link
 from lapis.predictions.count import CountPrediction
 from lapis.predictions.function import FunctionPrediction
-from lapis.predictions.latent import Latent, LatentGaussian, LatentSamples
+from lapis.predictions.latent import Latent, LatentGaussian, LatentMixture, LatentSamples
+from lapis.predictions.mixture import mix
 from lapis.predictions.regression import RegressionPrediction
 
 __all__ = [
     "ClassificationPrediction",
     "CountPrediction",
     "FunctionPrediction",
+    "Latent",
     "LatentGaussian",
+    "LatentMixture",
     "LatentSamples",
     "Prediction",
     "RegressionPrediction",
@@ -43,14 +46,37 @@ def predict(
         likelihood: what the outputs mean.
         latent: distribution of the canonical outputs (B, T, C); its `raw_shape` is the prediction's layout.
         link: for classes, "probit" (default), "mc" or "bridge": how Gaussian logits become probabilities.
-        samples: draws of f where Monte Carlo is needed, 256 unless given.
+        samples: draws of f where Monte Carlo is needed, 256 unless given; for a mixture, of each part.
         generator: where their seed comes from; without it the seed is 0.
+
+    The Gaussian parts of a mixture take `link` and `samples`; parts that are drawn already need neither.
     """
-    chosen = _checked_link(likelihood, latent, link)
-    count = _checked_samples(likelihood, latent, chosen, samples)
     seed = 0
     if generator is not None:
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
+    if isinstance(latent, LatentMixture):
+        return _predict_mixture(likelihood, latent, link, samples, seed)
+    return _predict_one(likelihood, latent, link, samples, seed)
+
+
+def _predict_mixture(
+    likelihood: Likelihood, latent: LatentMixture, link: str | None, samples: int | None, seed: int
+) -> Prediction:
+    """The prediction of each part that has a weight, with a seed of its own, and their mixture."""
+    held = [(k, weight) for k, weight in enumerate(latent.weights.tolist()) if weight > 0]
+    drawn = [isinstance(latent.parts[k], LatentSamples) for k, _ in held]
+    parts = []
+    for (k, _), already in zip(held, drawn, strict=True):
+        options = (None, None) if already and not all(drawn) else (link, samples)
+        parts.append(_predict_one(likelihood, latent.parts[k], *options, seed + k))
+    return mix(latent, parts, [weight for _, weight in held])
+
+
+def _predict_one(
+    likelihood: Likelihood, latent: LatentGaussian | LatentSamples, link: str | None, samples: int | None, seed: int
+) -> Prediction:
+    chosen = _checked_link(likelihood, latent, link)
+    count = _checked_samples(likelihood, latent, chosen, samples)
     if likelihood.kind == "classification":
         return ClassificationPrediction(likelihood, latent, count, seed, chosen)
     if likelihood.kind == "regression":
@@ -60,7 +86,7 @@ def predict(
     return FunctionPrediction(likelihood, latent, count, seed)
 
 
-def _checked_link(likelihood: Likelihood, latent: Latent, link: str | None) -> Link | None:
+def _checked_link(likelihood: Likelihood, latent: LatentGaussian | LatentSamples, link: str | None) -> Link | None:
     """The link that is used: None where there is nothing to choose."""
     gaussian_logits = likelihood.kind == "classification" and isinstance(latent, LatentGaussian)
     if link is not None and not gaussian_logits:
@@ -85,7 +111,9 @@ def _checked_link(likelihood: Likelihood, latent: Latent, link: str | None) -> L
     )
 
 
-def _checked_samples(likelihood: Likelihood, latent: Latent, link: Link | None, samples: int | None) -> int:
+def _checked_samples(
+    likelihood: Likelihood, latent: LatentGaussian | LatentSamples, link: Link | None, samples: int | None
+) -> int:
     """The number of draws; OptionError for a number that would be ignored."""
     if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples <= 0):
         raise OptionError(

@@ -92,10 +92,18 @@ def quantile(level: float, distribution: Callable[[Tensor], Tensor], rate: Tenso
         high = torch.where(short, 2 * high, high)
         short = short & (distribution(high) < level) & (high < MANY)
     high = torch.where(many, low + 1, high)
-    while bool((high - low > 1).any()):
-        middle = ((low + high) / 2).floor()
+    return torch.where(many, rate, quantile_between(level, distribution, low, high))
+
+
+def quantile_between(level: float, distribution: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """The smallest count k with P(Y <= k) >= level, elementwise, by bisection: low < k <= high.
+
+    Beyond `MANY` counts to a relative error of 1 / MANY.
+    """
+    high = high.clamp_max(torch.finfo(high.dtype).max)
+    while bool((open_ := high - low > (high / MANY).clamp_min(1.0)).any()):
+        middle = (low + 0.5 * (high - low)).floor()
         below = distribution(middle.clamp_min(0.0)) < level
-        open_ = high - low > 1
         low = torch.where(open_ & below, middle, low)
         high = torch.where(open_ & ~below, middle, high)
-    return torch.where(many, rate, high)
+    return high

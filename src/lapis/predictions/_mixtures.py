@@ -1,8 +1,9 @@
-"""Densities and quantiles of Gaussians and of mixtures of Gaussians, in float64."""
+"""Moments, densities and quantiles of mixtures, of Gaussians and in general, in float64."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,18 +38,56 @@ def multivariate_log_prob(error: Tensor, covariance: Tensor) -> Tensor:
     return -0.5 * (white**2).sum(-1) - log_volume - 0.5 * error.shape[-1] * LOG_TWO_PI
 
 
-def mixture_quantile(level: float, means: Tensor, deviations: Tensor, log_weights: Tensor) -> Tensor:
-    """Quantile of a mixture of Gaussians with components along the first dimension, by bisection.
+def weighted_sum(weights: Iterable[float], values: Iterable[Tensor]) -> Tensor:
+    """sum_k w_k v_k of K tensors of one shape, in float64; one of them in memory at a time."""
+    terms = (weight * value.double() for weight, value in zip(weights, values, strict=True))
+    return sum(terms, torch.zeros((), dtype=torch.float64))
 
-    It lies between the smallest and the largest of the components' own quantiles.
+
+def total_variance(
+    weights: Sequence[float], means: Sequence[Tensor], variances: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance of a mixture of K distributions, elementwise, in float64.
+
+    m = sum_k w_k m_k, and by the law of total variance v = sum_k w_k (v_k + (m_k - m)^2): the variances within
+    the parts, plus the variance between them.
     """
-    z = float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))
-    own = means + z * deviations
+    mean = weighted_sum(weights, means)
+    # equal ones differ by zero, also where both have overflowed to infinity
+    gaps = (torch.where(part == mean, 0.0, part.double() - mean) for part in means)
+    return mean, weighted_sum(weights, (v.double() + gap**2 for v, gap in zip(variances, gaps, strict=True)))
+
+
+def log_weighted_sum(weights: Iterable[float], log_values: Iterable[Tensor]) -> Tensor:
+    """log sum_k w_k e^(l_k) of K tensors l_k of one shape, for weights above zero, in float64."""
+    terms = [math.log(weight) + value.double() for weight, value in zip(weights, log_values, strict=True)]
+    return torch.stack(terms).logsumexp(0)
+
+
+def normal_cumulative(y: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    """P(Y <= y), Y ~ N(mean, deviation^2), elementwise."""
+    below: Tensor = torch.special.ndtr((y - mean) / deviation)
+    return below
+
+
+def normal_quantile(level: float) -> float:
+    """z with P(Z <= z) = level, Z ~ N(0, 1)."""
+    return float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))
+
+
+def quantile_between(level: float, distribution: Callable[[Tensor], Tensor], own: Tensor) -> Tensor:
+    """Quantile of a mixture of continuous distributions, elementwise, by bisection.
+
+    Args:
+        level: a probability.
+        distribution: P(Y <= y) of the mixture.
+        own: the same quantile of each component, (K, ...): that of the mixture lies between the smallest and the
+            largest of them.
+    """
     low, high = own.amin(0), own.amax(0)
-    weights = log_weights.exp()
-    for _ in range(HALVINGS if len(means) > 1 else 0):
+    for _ in range(HALVINGS if len(own) > 1 else 0):
         middle = low + 0.5 * (high - low)
-        below = (weights * torch.special.ndtr((middle - means) / deviations)).sum(0) < level
+        below = distribution(middle) < level
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return low + 0.5 * (high - low)
 
@@ -62,7 +101,18 @@ def noisy_log_prob(y: Tensor, mean: Tensor, variance: Tensor, s: Tensor, s_varia
 def noisy_quantile(level: float, mean: Tensor, variance: Tensor, s: Tensor, s_variance: Tensor) -> Tensor:
     """Quantile of E[N(mean, variance + e^t)], t ~ N(s, s_variance), elementwise."""
     log_weights, variances = _noisy(variance, s, s_variance)
-    return mixture_quantile(level, mean.expand_as(variances), variances.sqrt(), log_weights)
+    weights, deviations = log_weights.exp(), variances.sqrt()
+
+    def distribution(y: Tensor) -> Tensor:
+        return (weights * normal_cumulative(y, mean, deviations)).sum(0)
+
+    return quantile_between(level, distribution, mean + normal_quantile(level) * deviations)
+
+
+def noisy_cumulative(y: Tensor, mean: Tensor, variance: Tensor, s: Tensor, s_variance: Tensor) -> Tensor:
+    """P(Y <= y) under E[N(mean, variance + e^t)], t ~ N(s, s_variance), elementwise."""
+    log_weights, variances = _noisy(variance, s, s_variance)
+    return (log_weights.exp() * normal_cumulative(y, mean, variances.sqrt())).sum(0)
 
 
 def _noisy(variance: Tensor, s: Tensor, s_variance: Tensor) -> tuple[Tensor, Tensor]:

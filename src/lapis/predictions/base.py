@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
-from lapis.predictions.latent import Latent, LatentGaussian
+from lapis.predictions.latent import Latent, LatentGaussian, LatentMixture
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,8 +36,8 @@ class Prediction(ABC):
         return self.latent.raw_shape
 
     @property
-    def method(self) -> Literal["linearised", "sampled"]:
-        """Where the outputs' distribution came from: the linearised network, or sampled networks."""
+    def method(self) -> Literal["linearised", "sampled", "mixture"]:
+        """Where the outputs' distribution came from: the linearised network, sampled networks, or several of these."""
         return "linearised" if isinstance(self.latent, LatentGaussian) else "sampled"
 
     @property
@@ -77,11 +78,16 @@ class Prediction(ABC):
     def _log_densities(self, target: Tensor, *, joint: bool = False) -> Tensor:
         """log p(y | f) of each draw of f: (S, B, T)."""
         parts = []
-        for chunk in self.latent.draws(self.samples, self.seed, joint=joint):
+        for chunk in self._draws(joint=joint):
             repeated = target.expand(len(chunk), *target.shape).flatten(0, 1)
             losses = self.likelihood.position_nll(chunk.flatten(0, 1), repeated)
             parts.append(-losses.reshape(chunk.shape[:3]))
         return torch.cat(parts)
+
+    def _draws(self, *, joint: bool = False) -> Iterator[Tensor]:
+        """Equally weighted draws of f, in chunks (S', B, T, C)."""
+        assert not isinstance(self.latent, LatentMixture), "the predictions of its parts draw, each with its weight"
+        return self.latent.draws(self.samples, self.seed, joint=joint)
 
     def _monte_carlo_log_prob(self, target: Tensor) -> Tensor:
         """log E_f[p(y | f)] at each position, (B, T), by Monte Carlo."""

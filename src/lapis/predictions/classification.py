@@ -68,7 +68,7 @@ class ClassificationPrediction(Prediction):
     @cached_property
     def _monte_carlo(self) -> tuple[Tensor, Tensor]:
         """log mean probabilities and mean entropy over draws of f."""
-        return monte_carlo(self.latent.draws(self.samples, self.seed), self._logits)
+        return monte_carlo(self._draws(), self._logits)
 
     @cached_property
     def _log_alpha(self) -> Tensor:

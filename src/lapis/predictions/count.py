@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lapis.predictions import _counts
+from lapis.predictions._mixtures import normal_quantile
 from lapis.predictions._quadrature import in_chunks
 from lapis.predictions.base import Prediction, tails
-from lapis.predictions.latent import LatentGaussian, LatentSamples
+from lapis.predictions.latent import LatentSamples
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -69,18 +70,23 @@ class CountPrediction(Prediction):
     def _gaussian(self) -> tuple[Tensor, Tensor]:
         return self.latent.mean.double(), self.latent.variance.double().clamp_min(0)
 
+    def _cumulative(self, k: Tensor) -> Tensor:
+        """P(y <= k) of counts k (B, T, C), float64."""
+        if isinstance(self.latent, LatentSamples):
+            rates = self.latent.values.double().exp()
+            below: Tensor = torch.special.gammaincc((k + 1).expand_as(rates), rates)
+            return below.mean(0)
+        return in_chunks(_counts.cumulative, k, *self._gaussian)
+
     def _quantile(self, level: float) -> Tensor:
-        if isinstance(self.latent, LatentGaussian):
+        """The smallest counts k with P(y <= k) >= level, (B, T, C), float64."""
+        if isinstance(self.latent, LatentSamples):
+            rates = self.latent.values.double().exp()
+            rate = rates.sort(0).values[int(level * len(rates))]
+        else:
             mean, variance = self._gaussian
-            z = float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))
-            rate = (mean + z * variance.sqrt()).exp()
-            return _counts.quantile(level, lambda k: in_chunks(_counts.cumulative, k, mean, variance), rate)
-        rates = self.latent.values.double().exp()
-        return _counts.quantile(
-            level,
-            lambda k: torch.special.gammaincc((k + 1).expand_as(rates), rates).mean(0),
-            rates.sort(0).values[int(level * len(rates))],
-        )
+            rate = (mean + normal_quantile(level) * variance.sqrt()).exp()
+        return _counts.quantile(level, self._cumulative, rate)
 
     def _position_log_prob(self, target: Tensor) -> Tensor:
         if isinstance(self.latent, LatentSamples):

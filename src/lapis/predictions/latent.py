@@ -1,6 +1,6 @@
-"""What a posterior says about the outputs f: a Gaussian (linearised network), or draws (sampled networks).
+"""What a posterior says about the outputs f: a Gaussian (linearised network), draws (sampled networks), or a mixture.
 
-Both hold canonical outputs (B, T, C), for B examples, T positions and C outputs a position, together with
+All hold canonical outputs (B, T, C), for B examples, T positions and C outputs a position, together with
 `raw_shape`, the shape of the network's own output: predictions are laid out as that output is.
 """
 
@@ -14,7 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapis.errors import ModelError, NotPositiveDefiniteError
+from lapis.errors import ModelError, NotPositiveDefiniteError, OptionError
+from lapis.predictions._mixtures import total_variance, weighted_sum
 
 # Monte Carlo works through its draws in chunks of about this many numbers (32 MB in float64).
 CHUNK = 2**22
@@ -146,7 +147,80 @@ class LatentSamples:
         yield self.values
 
 
-Latent = LatentGaussian | LatentSamples
+@dataclass(frozen=True, eq=False)
+class LatentMixture:
+    """K latents over the same inputs, of which one holds: part k with probability w_k.
+
+    The outputs of K posteriors, each around a network of its own, are an example.
+
+    Args:
+        parts: the K latents. Their shapes agree, and all are joint or none is.
+        weights: (K,), non-negative with sum one; kept in float64.
+    """
+
+    parts: tuple[LatentGaussian | LatentSamples, ...]
+    weights: Tensor
+
+    def __post_init__(self) -> None:
+        weights = self.weights.detach().double()
+        total = weights.sum().item()
+        if weights.shape != (len(self.parts),) or not bool((weights >= 0).all()) or abs(total - 1) > 1e-5:
+            raise OptionError(
+                "These are no weights of a mixture",
+                expected=f"{len(self.parts)} non-negative numbers whose sum is one, one for each part",
+                got=f"shape {tuple(weights.shape)}, sum {total:.6g}: {weights.flatten()[:8].tolist()}",
+                do="divide the weights by their sum",
+            )
+        kinds = [(tuple(part.mean.shape), part.raw_shape, part.is_joint) for part in self.parts]
+        for kind in kinds:
+            if kind != kinds[0]:
+                raise ModelError(
+                    "The parts of a mixture do not fit together",
+                    expected="canonical shape {}, raw shape {}, joint: {}, as the first part".format(*kinds[0]),
+                    got="canonical shape {}, raw shape {}, joint: {}".format(*kind),
+                    do="mix the outputs of networks at the same inputs",
+                )
+        object.__setattr__(self, "parts", tuple(self.parts))
+        object.__setattr__(self, "weights", weights / total)
+
+    @property
+    def raw_shape(self) -> tuple[int, ...]:
+        return self.parts[0].raw_shape
+
+    @property
+    def is_joint(self) -> bool:
+        return self.parts[0].is_joint
+
+    @cached_property
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        means, variances = [part.mean for part in self.parts], [part.variance for part in self.parts]
+        mean, variance = total_variance(self.weights.tolist(), means, variances)
+        return mean.to(means[0].dtype), variance.to(means[0].dtype)
+
+    @property
+    def mean(self) -> Tensor:
+        """sum_k w_k m_k, (B, T, C)."""
+        return self._moments[0]
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance within the parts plus variance between their means, (B, T, C)."""
+        return self._moments[1]
+
+    @cached_property
+    def blocks(self) -> Tensor | None:
+        """sum_k w_k (V_k + (m_k - m)(m_k - m)^T), (B, T, C, C); None where a part's covariance V_k is not known."""
+        terms = []
+        for part in self.parts:
+            if part.blocks is None:
+                return None
+            gap = part.mean.double() - self.mean
+            terms.append(part.blocks + gap.unsqueeze(-1) * gap.unsqueeze(-2))
+        return weighted_sum(self.weights.tolist(), terms).to(self.mean.dtype)
+
+
+Latent = LatentGaussian | LatentSamples | LatentMixture
+"""A distribution of the outputs. All have mean, variance, blocks, is_joint and raw_shape."""
 
 
 def square_root(covariance: Tensor) -> Tensor:
@@ -165,7 +239,7 @@ def square_root(covariance: Tensor) -> Tensor:
     return root.to(covariance.dtype)
 
 
-def _fill_raw_shape(latent: Latent) -> None:
+def _fill_raw_shape(latent: LatentGaussian | LatentSamples) -> None:
     """Give a latent without a raw shape the default one, and refuse a raw shape that does not fit its outputs."""
     canonical = latent.values.shape[1:] if isinstance(latent, LatentSamples) else latent.mean.shape
     batch, positions, outputs = canonical

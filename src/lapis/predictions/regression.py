@@ -13,11 +13,14 @@ from lapis.likelihoods import Gaussian, HeteroscedasticGaussian
 from lapis.likelihoods.heteroscedastic import split
 from lapis.predictions._mixtures import (
     LARGEST_EXPONENT,
-    mixture_quantile,
     multivariate_log_prob,
+    noisy_cumulative,
     noisy_log_prob,
     noisy_quantile,
+    normal_cumulative,
     normal_log_prob,
+    normal_quantile,
+    quantile_between,
 )
 from lapis.predictions._quadrature import in_chunks
 from lapis.predictions.base import Prediction, tails
@@ -62,20 +65,31 @@ class RegressionPrediction(Prediction):
         lower, upper = (self._lay(self._quantile(tail)) for tail in tails(level))
         return lower, upper
 
-    def _quantile(self, level: float) -> Tensor:
+    def _cumulative(self, y: Tensor) -> Tensor:
+        """P(target <= y) for y (B, T, D), float64."""
         if isinstance(self.latent, LatentSamples):
-            values = self.latent.values.double()
-            if self._heteroscedastic:
-                values, log_variances = split(values)
-                deviations = (0.5 * log_variances.clamp_max(LARGEST_EXPONENT)).exp()
-            else:
-                deviations = self._noise_variance.sqrt().expand_as(values)
-            weights = values.new_full((len(values), 1, 1, 1), 1 / len(values)).log()
-            return mixture_quantile(level, values, deviations, weights)
+            return normal_cumulative(y, *self._networks(self.latent)).mean(0)
+        if self._heteroscedastic:
+            return in_chunks(noisy_cumulative, y, *self._mean_and_noise)
+        return normal_cumulative(y, self.latent.mean.double(), self._total_variance.sqrt())
+
+    def _quantile(self, level: float) -> Tensor:
+        """y with P(target <= y) = level, (B, T, D), float64."""
+        z = normal_quantile(level)
+        if isinstance(self.latent, LatentSamples):
+            means, deviations = self._networks(self.latent)
+            return quantile_between(level, self._cumulative, means + z * deviations)
         if self._heteroscedastic:
             return in_chunks(partial(noisy_quantile, level), *self._mean_and_noise)
-        z = float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))
         return self.latent.mean.double() + z * self._total_variance.sqrt()
+
+    def _networks(self, latent: LatentSamples) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the targets under each of S networks, (S, B, T, D), float64."""
+        values = latent.values.double()
+        if not self._heteroscedastic:
+            return values, self._noise_variance.sqrt().expand_as(values)
+        means, log_variances = split(values)
+        return means, (0.5 * log_variances.clamp_max(LARGEST_EXPONENT)).exp()
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
