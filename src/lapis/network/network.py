@@ -329,9 +329,22 @@ class Network:
         """A digest of every parameter and buffer: names, shapes, values."""
         digest = hashlib.sha256()  # the quickest: processors know it
         for name, tensor in self._state():
-            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            _add_to_digest(digest, name, tensor)
         return digest.hexdigest()[:32]
+
+    def digests(self) -> dict[str, str]:
+        """A short digest of each parameter and buffer, to tell which one has changed."""
+        found = {}
+        for name, tensor in self._state():
+            digest = hashlib.sha256()
+            _add_to_digest(digest, name, tensor)
+            found[name] = digest.hexdigest()[:8]
+        return found
+
+
+def _add_to_digest(digest: Any, name: str, tensor: Tensor) -> None:
+    digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+    digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def flat_gradient(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:

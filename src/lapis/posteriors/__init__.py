@@ -1,9 +1,22 @@
-"""Posteriors over a network's weights."""
+"""Posteriors over a network's functions: the contract, and every method that keeps it."""
 
-from lapis.posteriors.base import Posterior
 from lapis.posteriors.laplace.drawn import DrawnPosterior
 from lapis.posteriors.laplace.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
+from lapis.posteriors.over_weights import GaussianPosterior, LinearisedPosterior, WeightPosterior
+from lapis.posteriors.posterior import Facts, LatentKind, Posterior, State
 from lapis.posteriors.storage import load
 
-__all__ = ["DrawnPosterior", "ImplicitPosterior", "LaplacePosterior", "Posterior", "load"]
+__all__ = [
+    "DrawnPosterior",
+    "Facts",
+    "GaussianPosterior",
+    "ImplicitPosterior",
+    "LaplacePosterior",
+    "LatentKind",
+    "LinearisedPosterior",
+    "Posterior",
+    "State",
+    "WeightPosterior",
+    "load",
+]

@@ -114,7 +114,7 @@ class LinearisedPosterior(WeightPosterior):
         Outputs with positions give one matrix a position, (B, *positions, C, C).
         """
         latent = self._linearised(x, "diagonal" if diagonal else "full")
-        shape = latent.shape
+        shape = latent.raw_shape
         if latent.covariance is not None:
             return self.likelihood.spread(latent.covariance, shape)
         return self.likelihood.layout(latent.variance, shape if len(shape) > 1 else (*shape, 1))
@@ -123,7 +123,7 @@ class LinearisedPosterior(WeightPosterior):
         """Covariance of all outputs of all examples with each other: (B, C, B, C), positions behind each B."""
         latent = self._linearised(x, "joint")
         assert latent.joint is not None
-        one = (latent.mean.shape[0], *self.likelihood.positions(latent.shape), latent.mean.shape[-1])
+        one = (latent.mean.shape[0], *self.likelihood.positions(latent.raw_shape), latent.mean.shape[-1])
         return latent.joint.reshape(*one, *one)
 
     def _linearised(self, x: Inputs, kind: LatentKind) -> LatentGaussian:

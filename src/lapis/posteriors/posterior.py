@@ -25,8 +25,8 @@ from lapis.predictions import Latent, Prediction
 from lapis.predictions import predict as predict_outputs
 
 LatentKind = Literal["diagonal", "full", "joint", "sampled"]
-"""What is asked of the outputs' distribution: variances alone, the covariance between an example's outputs, that between
-all examples' outputs; or outputs of networks drawn from the posterior.
+"""What is asked of the outputs' distribution: variances alone, the covariance between an example's outputs, that
+between all examples' outputs; or outputs of networks drawn from the posterior.
 """
 
 MEMORY_BUDGET = 4 * 2**30

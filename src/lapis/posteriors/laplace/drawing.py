@@ -47,8 +47,8 @@ RATE_BATCHES = 3
 class Options:
     """What was asked of `ImplicitPosterior.draw`, with defaults filled in."""
 
-    k: int
-    method: str
+    samples: int
+    solver: str
     objective: str | None
     epochs: int | None
     batch_size: int | None
@@ -57,8 +57,8 @@ class Options:
 
 
 def options(
-    k: int,
-    method: str,
+    samples: int,
+    solver: str,
     objective: str | None,
     epochs: int | None,
     batch_size: int | None,
@@ -66,8 +66,8 @@ def options(
     clip: float | None,
 ) -> Options:
     """Checked options; those of SGD have no meaning for conjugate gradients."""
-    check_choice("method", method, ("cg", "sgd"))
-    if method == "cg":
+    check_choice("solver", solver, ("cg", "sgd"))
+    if solver == "cg":
         given = {"objective": objective, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
         given["clip"] = clip
         for name, value in given.items():
@@ -76,15 +76,15 @@ def options(
                     f"Conjugate gradients have no {name}: they see all data, and both objectives are one system",
                     expected=f"{name}=None",
                     got=repr(value),
-                    do=f'leave {name} out, or use method="sgd"',
+                    do=f'leave {name} out, or use solver="sgd"',
                 )
-        return Options(k, method, None, None, None, None, None)
+        return Options(samples, solver, None, None, None, None, None)
     objective = "low_noise" if objective is None else objective
     check_choice("objective", objective, ("noisy", "low_noise"))
     epochs, batch_size = 20 if epochs is None else epochs, 128 if batch_size is None else batch_size
     check_count("epochs", epochs)
     check_count("batch_size", batch_size)
-    return Options(k, method, objective, epochs, batch_size, learning_rate, clip)
+    return Options(samples, solver, objective, epochs, batch_size, learning_rate, clip)
 
 
 def white(posterior: ImplicitPosterior, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -105,23 +105,16 @@ def draw(
     """See `ImplicitPosterior.draw`."""
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     kept = Checkpoint(checkpoint, "draw", _facts(posterior, chosen, seed))
-    make = _by_cg if chosen.method == "cg" else _by_sgd
+    make = _by_cg if chosen.solver == "cg" else _by_sgd
     deviations, drawing = make(posterior, chosen, seed, kept, progress)
     return DrawnPosterior(
         network=posterior.network,
         likelihood=posterior.likelihood,
-        fitted_likelihood=posterior.fitted_likelihood,
-        prior=posterior.prior,
-        weight_prior=posterior.weight_prior,
-        deviations=deviations,
+        facts=posterior.facts,
         mean=posterior.mean,
-        fingerprint=posterior.fingerprint,
-        temperature=posterior.temperature,
-        memory_budget=posterior.memory_budget,
+        point=posterior.point,
+        deviations=deviations,
         drawing=drawing,
-        examples=posterior.n_data,
-        width=posterior.n_outputs,
-        seen=posterior.signature,
     )
 
 
@@ -149,8 +142,8 @@ def _by_cg(
     def facts() -> dict[str, Any]:
         return {"iterations": iterations, "residuals": residuals, "stopped": stopped, "products": products}
 
-    for first in range(len(iterations), chosen.k, step):
-        e, u = noise(posterior, seed, first, min(first + step, chosen.k))
+    for first in range(len(iterations), chosen.samples, step):
+        e, u = noise(posterior, seed, first, min(first + step, chosen.samples))
 
         def note(now: CGProgress) -> None:
             tensors = {"solution": now.solution, **({"done": torch.cat(done)} if done else {})}
@@ -259,7 +252,7 @@ def _by_sgd(
     assert chosen.objective is not None
     assert chosen.epochs is not None
     assert chosen.batch_size is not None
-    descent = Descent(posterior, chosen.objective, chosen.batch_size, seed, chosen.k)
+    descent = Descent(posterior, chosen.objective, chosen.batch_size, seed, chosen.samples)
     if kept.tensors:
         state = SGDState.load({name: t.to(descent.root.device) for name, t in kept.tensors.items()}, kept.facts["sgd"])
     else:
@@ -279,9 +272,9 @@ def _by_sgd(
     reason = (
         f"{chosen.epochs} epochs of {len(descent.parts)} minibatches at rate {found.state.settings.learning_rate:.3g}"
     )
-    products, converged = chosen.k * (chosen.epochs + 2), descent.judged(residuals)
+    products, converged = chosen.samples * (chosen.epochs + 2), descent.judged(residuals)
     drawing = Drawing(
-        "sgd", chosen.objective, seed, (steps,) * chosen.k, tuple(residuals.tolist()), converged, reason, products
+        "sgd", chosen.objective, seed, (steps,) * chosen.samples, tuple(residuals.tolist()), converged, reason, products
     )
     return found.solution.div_(descent.root), drawing
 
@@ -292,7 +285,7 @@ def _facts(posterior: ImplicitPosterior, chosen: Options, seed: int) -> dict[str
         **asdict(chosen),
         "seed": seed,
         "space": posterior.space,
-        "fingerprint": posterior.fingerprint,
+        "fingerprint": posterior.facts.fingerprint,
         "data": posterior.curvature.digest,
         "precision": tensors_digest({"precision": posterior.weight_prior.vector()}),
         "scale": float(posterior.scale.detach()),

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch, Inputs, batch_length, take
-from lapis.curvature.outputs import check_outputs
-from lapis.curvature.products.jacobian import Jacobian
+from lapis.batches import Inputs
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.posteriors.base import Posterior, check_draws
-from lapis.posteriors.predicting import linearised as functional
+from lapis.posteriors.over_weights import LinearisedPosterior
+from lapis.posteriors.posterior import Facts, LatentKind, State
+from lapis.posteriors.predicting.linearised import by_draws
 from lapis.predictions import LatentGaussian
-from lapis.priors import Prior, WeightPrior
-
-EXAMPLES_AT_ONCE = 256
-"""Examples whose outputs are predicted together."""
 
 
 @dataclass(frozen=True)
 class Drawing:
     """How weights were drawn: the solver's statistics, one entry a draw where there is a tuple."""
 
-    method: str
+    solver: str
+    """"cg" or "sgd"."""
     objective: str | None
     seed: int
     iterations: tuple[int, ...]
@@ -46,7 +42,7 @@ class Drawing:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DrawnPosterior(Posterior):
+class DrawnPosterior(LinearisedPosterior):
     """K draws z_k of N(0, A^-1) around the trained weights t; made by `ImplicitPosterior.draw`.
 
     The linearised network's outputs have mean f(x) and covariance mean_k (J z_k)(J z_k)^T, by K Jacobian-vector
@@ -54,51 +50,32 @@ class DrawnPosterior(Posterior):
     predictions hold variances alone unless covariance="full" is asked for. Memory: (K, P) in the network's dtype.
     """
 
-    network: Network
-    likelihood: Likelihood
-    fitted_likelihood: Likelihood
-    prior: Prior
-    weight_prior: WeightPrior
+    kind: ClassVar[str] = "drawn"
+
     deviations: Tensor
     """z, (K, P), in the network's dtype."""
-    mean: Tensor
-    fingerprint: str
-    temperature: float
-    memory_budget: int
     drawing: Drawing
-    examples: int
-    width: int
-    seen: str
-    structure: Any = "drawn"
-
-    @property
-    def n_data(self) -> int:
-        return self.examples
-
-    @property
-    def n_outputs(self) -> int:
-        return self.width
-
-    @property
-    def signature(self) -> str:
-        return self.seen
 
     def __len__(self) -> int:
         """K."""
         return len(self.deviations)
 
-    def sample(self, n: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
-        """n of the K draws, without replacement, as weights (n, P)."""
-        source = check_draws(n, generator, self.network.device)
-        if n > len(self):
+    def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
+        """Some of the K draws, without replacement, as weights (samples, P)."""
+        source = self.source(samples, generator)
+        if samples > len(self):
             raise OptionError(
                 "There are fewer draws",
-                expected=f"n <= {len(self)}",
-                got=str(n),
-                do="draw more: ImplicitPosterior.draw(k)",
+                expected=f"samples <= {len(self)}",
+                got=str(samples),
+                do="draw more: ImplicitPosterior.draw(samples)",
             )
-        chosen = torch.randperm(len(self), generator=source, device=source.device)[:n].to(self.mean.device)
+        chosen = torch.randperm(len(self), generator=source, device=source.device)[:samples].to(self.mean.device)
         return self.deviations[chosen] + self.mean
+
+    def draws(self, samples: int, generator: torch.Generator) -> Iterable[Tensor]:
+        """The rows of `sample`: all at once, since none is drawn twice."""
+        return self.sample(samples, generator=generator).unbind()
 
     def marginal_variance(self) -> Tensor:
         """mean_k z_k^2 of each weight, (P,)."""
@@ -110,27 +87,34 @@ class DrawnPosterior(Posterior):
     def _networks(self) -> int:
         return len(self)
 
-    def _draws(self, n: int, generator: torch.Generator, inputs: Inputs) -> Iterable[Mapping[str, Tensor]]:
-        return (self.network.unflatten(weights) for weights in self.sample(n, generator=generator))
+    def _outputs(self, inputs: Inputs, kind: LatentKind) -> LatentGaussian:
+        return by_draws(
+            self.network,
+            self.likelihood.canonical,
+            self.n_outputs,
+            self.deviations,
+            inputs,
+            kind,
+            self.facts.memory_budget,
+        )
 
-    def _outputs(self, inputs: Inputs, kind: functional.Kind) -> tuple[LatentGaussian, torch.Size]:
-        means, pushed = [], []
-        length = batch_length(inputs)
-        for start in range(0, length, EXAMPLES_AT_ONCE):
-            part = take(inputs, start, min(start + EXAMPLES_AT_ONCE, length))
-            batch = Batch(part, torch.zeros(batch_length(part), device=self.network.device), 0)
-            jacobian = Jacobian(self.network, self.likelihood.canonical, [batch], memory_budget=self.memory_budget)
-            check_outputs(jacobian.outputs[0], self.width)
-            means.append(jacobian.outputs[0])
-            pushed.append(jacobian.forward(self.deviations)[0].double())
-        mean, draws = torch.cat(means).to(self.network.dtype), torch.cat(pushed, 1)
-        shape = torch.Size((length, *jacobian.shapes[0][1:]))
-        if kind == "diagonal":
-            return LatentGaussian(mean, draws.square().mean(0).to(mean.dtype)), shape
-        if kind == "full":
-            covariance = (torch.einsum("kbtc,kbtd->btcd", draws, draws) / len(self)).to(mean.dtype)
-            return LatentGaussian(mean, covariance.diagonal(dim1=-2, dim2=-1), covariance), shape
-        functional.check_joint(mean, self.memory_budget)
-        flat = draws.flatten(1)
-        joint = (flat.mT @ flat / len(self)).to(mean.dtype)
-        return LatentGaussian(mean, joint.diagonal().reshape(mean.shape), None, joint), shape
+    def state(self) -> State:
+        """The draws, and how they were made."""
+        tensors = {"mean": self.mean, "deviations": self.deviations}
+        if self.point is not self.mean:
+            tensors["point"] = self.point
+        return State({"drawing": asdict(self.drawing)}, tensors)
+
+    @classmethod
+    def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> DrawnPosterior:
+        """The same draws."""
+        mean = state.tensors["mean"]
+        return cls(
+            network=network,
+            likelihood=likelihood,
+            facts=facts,
+            mean=mean,
+            point=state.tensors.get("point", mean),
+            deviations=state.tensors["deviations"],
+            drawing=Drawing(**state.config["drawing"]),
+        )

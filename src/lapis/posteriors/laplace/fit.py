@@ -25,9 +25,10 @@ from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, Weights
 from lapis.options import check_choice, check_count
-from lapis.posteriors.base import check_temperature
+from lapis.posteriors.laplace.family import check_temperature
 from lapis.posteriors.laplace.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
+from lapis.posteriors.posterior import MEMORY_BUDGET, Facts
 from lapis.priors import Prior, WeightPrior, as_prior
 from lapis.solvers import Operator
 
@@ -100,7 +101,7 @@ def laplace(
     rank: int | None = None,
     generator: torch.Generator | None = None,
     batch_size: int | None = None,
-    memory_budget: int = 4 * 2**30,
+    memory_budget: int = MEMORY_BUDGET,
     progress: bool | None = None,
 ) -> LaplacePosterior | ImplicitPosterior:
     r"""Fit a Laplace posterior to a trained network in one pass over its training data.
@@ -150,18 +151,6 @@ def laplace(
     chosen, note = resolve_structure(structure, network.size, memory_budget)
     _check_structure(chosen, structure, curvature, rank)
     weight_prior = chosen_prior.resolve(network)
-    common: dict[str, Any] = {
-        "network": network,
-        "likelihood": likelihood,
-        "fitted_likelihood": likelihood,
-        "prior": chosen_prior,
-        "weight_prior": weight_prior,
-        "structure": chosen,
-        "mean": network.flat(),
-        "fingerprint": network.fingerprint(),
-        "temperature": temperature,
-        "memory_budget": memory_budget,
-    }
     with network.prepared():
         with naming(f"batch {first.index}"):
             if chosen == "implicit":
@@ -171,11 +160,32 @@ def laplace(
                 tape, outputs = planned_tape(network, likelihood.canonical, first.inputs)
             likelihood.check_outputs(outputs)
         network.signature = describe(first.inputs)
+        weights_now = network.flat()
+
+        def common(curvature: Curvature | ImplicitCurvature) -> dict[str, Any]:
+            """What posteriors of every structure hold."""
+            facts = Facts(
+                curvature.n_data, curvature.outputs, curvature.signature, network.fingerprint(), memory_budget
+            )
+            return {
+                "network": network,
+                "likelihood": likelihood,
+                "facts": facts,
+                "mean": weights_now,
+                "point": weights_now,
+                "fitted_likelihood": likelihood,
+                "prior": chosen_prior,
+                "weight_prior": weight_prior,
+                "structure": chosen,
+                "temperature": temperature,
+            }
+
         fit = _Fit(
             network, likelihood, chain([first], stream), total, weight_prior, temperature, memory_budget, progress
         )
         if chosen == "implicit":
-            return ImplicitPosterior(curvature=fit.implicit(), **common)
+            products = fit.implicit()
+            return ImplicitPosterior(curvature=products, **common(products))
         kind, choices = CURVATURES[curvature], [note]
         if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS and chosen not in MATRIX_FREE:
             kind = "sampled"
@@ -210,7 +220,7 @@ def laplace(
             fit.sums(sums, source)
         for choice in choices:
             log.info("%s", choice)
-        return LaplacePosterior(curvature=sums, choices=tuple(choices), **common)
+        return LaplacePosterior(curvature=sums, choices=tuple(choices), **common(sums))
 
 
 @dataclass(frozen=True)

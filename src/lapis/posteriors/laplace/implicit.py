@@ -6,26 +6,27 @@ import os
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lapis.batches import Inputs, batches
 from lapis.curvature.products.ggn import ImplicitCurvature, ImplicitGaussian, Solved, Space
-from lapis.errors import LapisWarning, OptionError
-from lapis.evidence import TangentMode, Tuning
+from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.posteriors.base import GaussianPosterior, check_draws
-from lapis.posteriors.laplace import drawing
-from lapis.posteriors.laplace import tuning_by_draws as expectation
-from lapis.posteriors.laplace import tuning_by_evidence as tuning
+from lapis.options import check_choice, check_count
+from lapis.posteriors.laplace import drawing, tuning_by_draws
 from lapis.posteriors.laplace.drawn import DrawnPosterior
+from lapis.posteriors.laplace.family import LaplaceFamily, refuse_options
 from lapis.posteriors.laplace.stored import LaplacePosterior
-from lapis.posteriors.predicting import linearised as functional
+from lapis.posteriors.laplace.tuning_by_evidence import checked, regrouped
+from lapis.posteriors.posterior import Facts, LatentKind, State
+from lapis.posteriors.predicting.linearised import by_solves
 from lapis.predictions import LatentGaussian
-from lapis.priors import Groups, Prior, WeightPrior
+from lapis.priors import Groups, Prior
+from lapis.progress import track
 from lapis.solvers import (
     CallablePreconditioner,
     Estimate,
@@ -63,17 +64,11 @@ class Solver:
     preconditioner: LaplacePosterior | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.space not in ("auto", "weights", "outputs"):
-            raise OptionError(
-                "Unknown space to solve in",
-                expected='"auto", "weights" or "outputs"',
-                got=repr(self.space),
-                do="choose one of these",
-            )
+        check_choice("space", self.space, ("auto", "weights", "outputs"))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ImplicitPosterior(GaussianPosterior):
+class ImplicitPosterior(LaplaceFamily):
     """N(mean, (scale * GGN + prior)^-1) with the exact GGN of the data, by products and solves over them.
 
     Made by `lapis.laplace(..., structure="implicit")`. The data and the network's outputs for them stay in memory. What
@@ -91,20 +86,11 @@ class ImplicitPosterior(GaussianPosterior):
     torch.Size([20, 1])
     """
 
-    network: Network
-    likelihood: Likelihood
-    fitted_likelihood: Likelihood
-    prior: Prior
-    weight_prior: WeightPrior
+    kind: ClassVar[str] = "implicit"
+    needs_data: ClassVar[bool] = True
+
     curvature: ImplicitCurvature
-    structure: Any
-    mean: Tensor
-    fingerprint: str
-    temperature: float
-    memory_budget: int
     solver: Solver = field(default_factory=Solver)
-    tuning: Tuning | None = None
-    tangent: TangentMode | None = None
 
     # solves ----------------------------------------------------------------------------------------
 
@@ -119,7 +105,7 @@ class ImplicitPosterior(GaussianPosterior):
         """The same posterior with other settings of `Solver`: space, tolerance, max_iterations, preconditioner."""
         solver = replace(self.solver, **changes)
         other = solver.preconditioner
-        if other is not None and other.fingerprint != self.fingerprint:
+        if other is not None and other.facts.fingerprint != self.facts.fingerprint:
             raise OptionError(
                 "The preconditioner belongs to another network",
                 expected="a posterior of this network with the same weights chosen",
@@ -148,14 +134,16 @@ class ImplicitPosterior(GaussianPosterior):
 
     def solve(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (P,) or (k, P), float64."""
-        self._check_model()
+        self.check_network()
         block = vectors.reshape(-1, self.n_weights).to(self.network.dtype)
         parts = [self.solved(self.gaussian.solve(part)) for part in torch.split(block, self.vectors_at_once())]
         return torch.cat(parts).double().reshape(vectors.shape)
 
     def vectors_at_once(self) -> int:
         """How many vectors are solved for together within the memory budget."""
-        return max(1, min(MOST_VECTORS, self.memory_budget // (BLOCKS * self.n_weights * self.mean.element_size())))
+        return max(
+            1, min(MOST_VECTORS, self.facts.memory_budget // (BLOCKS * self.n_weights * self.mean.element_size()))
+        )
 
     def solved(self, solved: Solved) -> Tensor:
         """The vectors, after a warning when they are not what was asked for."""
@@ -172,13 +160,13 @@ class ImplicitPosterior(GaussianPosterior):
 
     # over weights ----------------------------------------------------------------------------------
 
-    def sample(self, n: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draws of the weights, (n, P), each an exact perturb-and-solve. Without a generator those of seed 0."""
-        self._check_model()
-        source = check_draws(n, generator, self.network.device)
-        noise = [drawing.white(self, source) for _ in range(n)]
+    def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of the weights, (samples, P), each an exact perturb-and-solve. Without a generator those of seed 0."""
+        self.check_network()
+        source = self.source(samples, generator)
+        noise = [drawing.white(self, source) for _ in range(samples)]
         parts = []
-        for start in range(0, n, self.vectors_at_once()):
+        for start in range(0, samples, self.vectors_at_once()):
             some = noise[start : start + self.vectors_at_once()]
             white, rows = torch.stack([e for e, _ in some]), torch.stack([u for _, u in some])
             parts.append(self.solved(self.gaussian.draws(white, rows)))
@@ -197,16 +185,17 @@ class ImplicitPosterior(GaussianPosterior):
         By Hutchinson's estimator: where the posterior correlates a weight with no other it is exact, so that weights of
         which the data say nothing have their prior variance.
         """
-        self._check_model()
+        self.check_network()
         operator = Operator(self.solve, self.n_weights, torch.float64, self.network.device)
-        source = check_draws(probes, generator, self.network.device)
+        check_count("probes", probes, least=2)
+        source = generator or torch.Generator(self.network.device).manual_seed(0)
         return hutchinson_diagonal(operator, probes=probes, generator=source, block=self.vectors_at_once())
 
     def draw(
         self,
-        k: int = 8,
+        samples: int = 8,
         *,
-        method: Literal["cg", "sgd"] = "cg",
+        solver: Literal["cg", "sgd"] = "cg",
         objective: Literal["noisy", "low_noise"] | None = None,
         epochs: int | None = None,
         batch_size: int | None = None,
@@ -222,8 +211,8 @@ class ImplicitPosterior(GaussianPosterior):
         exactly a draw of N(0, A^-1).
 
         Args:
-            k: how many.
-            method: "cg" solves for z to the solver's tolerance, over all data; "sgd" descends on minibatches, by
+            samples: how many, K.
+            solver: "cg" solves for z to the solver's tolerance, over all data; "sgd" descends on minibatches, by
                 Nesterov's method with momentum 0.9 and an average over the last half of the iterates.
             objective: of SGD. "low_noise" (default) moves u out of the data term, into
                 z0 + Lambda^-1 sum_n J_n^T S_n u_n: the same minimiser, at far smaller noise in the gradients.
@@ -239,11 +228,11 @@ class ImplicitPosterior(GaussianPosterior):
                 to the same tolerance.
             progress: show a bar; by default on a terminal only.
 
-        Memory: about 7 blocks of (k, P) in the network's dtype for SGD and 8 for CG, beside the network's own.
+        Memory: about 7 blocks of (K, P) in the network's dtype for SGD and 8 for CG, beside the network's own.
         """
-        self._check_model()
-        chosen = drawing.options(k, method, objective, epochs, batch_size, learning_rate, clip)
-        source = check_draws(k, generator, self.network.device)
+        self.check_network()
+        chosen = drawing.options(samples, solver, objective, epochs, batch_size, learning_rate, clip)
+        source = self.source(samples, generator)
         return drawing.draw(self, chosen, source, checkpoint, progress)
 
     # evidence --------------------------------------------------------------------------------------
@@ -255,7 +244,7 @@ class ImplicitPosterior(GaussianPosterior):
     def _quadrature(
         self, probes: int, steps: int, generator: torch.Generator | None, progress: bool | None
     ) -> SpectralQuadrature:
-        self._check_model()
+        self.check_network()
         if (probes, steps, generator) == (16, 32, None):
             return self._spectrum
         return self.gaussian.spectrum(
@@ -312,53 +301,54 @@ class ImplicitPosterior(GaussianPosterior):
     def tune(
         self,
         *,
-        draws: int = 4,
-        method: Literal["cg", "sgd"] = "cg",
+        method: Literal["gradient", "fixed_point", "draws"] | None = None,
         groups: Groups | None = None,
         noise: bool = True,
-        rounds: int = 10,
-        tolerance: float = 0.01,
-        batch_size: int = 128,
+        max_iterations: int | None = None,
+        tolerance: float | None = None,
+        samples: int | None = None,
+        solver: Literal["cg", "sgd"] | None = None,
+        batch_size: int | None = None,
         generator: torch.Generator | None = None,
         progress: bool | None = None,
     ) -> ImplicitPosterior:
-        """The posterior whose prior precisions, and Gaussian noise, satisfy MacKay's equations, by draws alone (EM).
-
-        alpha_g = gamma_g / |theta_g - m_g|^2 and noise^2 = SSE / (n - gamma), with gamma from `draws` draws and theta
-        at the tangent model's mode after `at_tangent_mode`, else at t. One draw is often enough. `tuning` tells how it
-        went; call `draw` afterwards for a posterior to predict with.
-
-        Args:
-            draws: weight vectors that gamma is estimated from, by `method`: see `draw`.
-            groups: group the prior anew first: see `lapis.Prior`.
-            noise: tune it too, where there is one.
-            rounds: of expectation and maximisation, at most.
-            tolerance: on the change of every logarithm in the last round.
-            batch_size: of SGD.
-        """
-        self._check_model()
-        source = check_draws(draws, generator, self.network.device)
-        posterior = self if groups is None else tuning.regrouped(self, groups)
-        return expectation.tune(
+        """See `LaplaceFamily.tune`; call `draw` afterwards for a posterior to predict with."""
+        self.check_network()
+        check_choice("method", "draws" if method is None else method, ("draws",))
+        count = 4 if samples is None else samples
+        source = self.source(count, generator)
+        posterior = self if groups is None else regrouped(self, groups)
+        return tuning_by_draws.tune(
             posterior,
-            draws=draws,
-            method=method,
-            batch_size=batch_size,
+            samples=count,
+            solver="cg" if solver is None else solver,
+            batch_size=128 if batch_size is None else batch_size,
             noise=noise,
-            rounds=rounds,
-            tolerance=tolerance,
+            rounds=10 if max_iterations is None else max_iterations,
+            tolerance=0.01 if tolerance is None else tolerance,
             generator=source,
             progress=progress,
         )
 
-    def at_tangent_mode(self, *, tolerance: float | None = None, max_products: int = 2000) -> ImplicitPosterior:
-        """The posterior whose evidence, and tuning, use the mode theta* of the tangent model of its own data.
+    def at_tangent_mode(
+        self,
+        data: Any = None,
+        *,
+        batch_size: int | None = None,
+        tolerance: float | None = None,
+        max_products: int = 2000,
+        start: Tensor | None = None,
+    ) -> ImplicitPosterior:
+        """See `LaplaceFamily.at_tangent_mode`; `data` may be left out, and are otherwise compared with those kept.
 
-        As `LaplacePosterior.at_tangent_mode`; each step of Newton's method is solved with the prior as preconditioner.
+        Each step of Newton's method is solved with the prior as preconditioner.
         """
-        self._check_model()
-        problem = expectation.tangent_problem(self, tolerance, max_products)
-        return tuning.checked(replace(self, tangent=expectation.tangent_mode(self, problem, None)))
+        self.check_network()
+        if data is not None:
+            self._held(data, batch_size)
+        problem = tuning_by_draws.tangent_problem(self, tolerance, max_products)
+        mode = tuning_by_draws.tangent_mode(self, problem, problem.begin(start))
+        return checked(replace(self, tangent=mode))
 
     def g_prior(self, g: float = 1.0, *, samples: int = 64, generator: torch.Generator | None = None) -> Prior:
         """A prior of precision g diag(GGN) / N: every weight's step counts by what it does to the outputs.
@@ -366,20 +356,72 @@ class ImplicitPosterior(GaussianPosterior):
         It makes the posterior independent of how weights are scaled, with one number g to tune. The diagonal is the
         mean square of `samples` vectors J^T S u, u ~ N(0, I): right to a factor 1 +- sqrt(2 / samples) in each entry.
         """
-        return expectation.g_prior(self, g, samples, check_draws(samples, generator, self.network.device))
+        return tuning_by_draws.g_prior(self, g, samples, self.source(samples, generator))
 
-    def update(self, data: Any, *, batch_size: int | None = None) -> ImplicitPosterior:
-        """The posterior that has seen `data` as well; they are kept too."""
-        self._check_model()
-        stream, _ = batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=batch_size)
-        held = [replace(batch, index=i) for i, batch in enumerate([*self.curvature.batches, *stream])]
-        sums = ImplicitCurvature(self.network, self.fitted_likelihood, held, self.signature, self.memory_budget)
-        return self._changed(curvature=sums)
+    def update(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool | None = None,
+    ) -> ImplicitPosterior:
+        """See `LaplaceFamily.update`; the new data are kept too. The GGN is exact: no `generator` is needed."""
+        self.check_network()
+        refuse_options("The implicit structure draws no targets", generator=generator)
+        stream, total = batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=batch_size)
+        fresh = track(stream, "outputs of the new data", total, progress)
+        held = [replace(batch, index=i) for i, batch in enumerate([*self.curvature.batches, *fresh])]
+        facts = self.facts
+        sums = ImplicitCurvature(self.network, self.fitted_likelihood, held, facts.signature, facts.memory_budget)
+        return self._with_sums(sums)
 
     # predictions -----------------------------------------------------------------------------------
 
-    def _outputs(self, inputs: Inputs, kind: functional.Kind) -> tuple[LatentGaussian, torch.Size]:
+    def _outputs(self, inputs: Inputs, kind: LatentKind) -> LatentGaussian:
         """One solve for every output of every example; `draw` is cheaper for many inputs."""
-        return functional.by_solves(
-            self.network, self.likelihood.canonical, self.n_outputs, self.solve, inputs, kind, self.memory_budget
+        return by_solves(
+            self.network,
+            self.likelihood.canonical,
+            self.n_outputs,
+            self.solve,
+            inputs,
+            kind,
+            self.facts.memory_budget,
         )
+
+    # files -----------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """The family's, and the solver's settings; the data are not written."""
+        state, solver = super().state(), self.solver
+        chosen = {"space": solver.space, "tolerance": solver.tolerance, "max_iterations": solver.max_iterations}
+        return State(state.config | {"solver": chosen}, state.tensors)
+
+    @classmethod
+    def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> ImplicitPosterior:
+        """The posterior of the data given, once it is certain that they are those of the fit."""
+        fields = cls._fields(state, network, likelihood, facts)
+        digest = state.config["digest"]
+        sums = _curvature(state.data, None, digest, network, fields["fitted_likelihood"], facts)
+        return cls(curvature=sums, solver=Solver(**state.config["solver"]), **fields)
+
+    def _held(self, data: Any, batch_size: int | None) -> None:
+        """Refuse data that are not those of the fit."""
+        _curvature(data, batch_size, self.curvature.digest, self.network, self.fitted_likelihood, self.facts)
+
+
+def _curvature(
+    data: Any, batch_size: int | None, digest: int, network: Network, likelihood: Likelihood, facts: Facts
+) -> ImplicitCurvature:
+    """The GGN of these data by its products, if they have this fingerprint."""
+    stream, _ = batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)
+    found = ImplicitCurvature(network, likelihood, list(stream), facts.signature, facts.memory_budget)
+    if found.digest != digest:
+        raise DataError(
+            "These are not the data that the posterior was fitted to",
+            expected=f"{facts.n_data} examples with fingerprint {digest:016x}",
+            got=f"{found.n_data} with {found.digest:016x}",
+            do="pass the training data of the fit (without random augmentation)",
+        )
+    return found

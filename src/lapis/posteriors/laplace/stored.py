@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,23 +13,27 @@ from torch import Tensor
 from lapis.batches import Inputs, batches
 from lapis.curvature.accumulate import accumulate
 from lapis.curvature.blocks.block import BlockGaussian
-from lapis.curvature.blocks.partition import Structure, grouped_spectrum
+from lapis.curvature.blocks.partition import build_blocks, grouped_spectrum
 from lapis.curvature.blocks.spectrum import GroupedSpectrum
+from lapis.curvature.recording.sites import Plan, Site
 from lapis.curvature.sums import Curvature
+from lapis.curvature.tape import ExampleBytes, Tape
 from lapis.errors import MemoryBudgetError
-from lapis.evidence import TangentMode, Training, Tuning
+from lapis.evidence import Training
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.posteriors.base import GaussianPosterior, check_draws
+from lapis.options import check_choice
 from lapis.posteriors.laplace import tuning_by_evidence as tuning
-from lapis.posteriors.predicting import linearised as functional
+from lapis.posteriors.laplace.family import LaplaceFamily, refuse_options
+from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.drawn_network import DrawnNetwork, white_noise
+from lapis.posteriors.predicting.linearised import linearised
 from lapis.predictions import LatentGaussian
-from lapis.priors import Groups, Prior, WeightPrior
+from lapis.priors import Groups, WeightPrior
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LaplacePosterior(GaussianPosterior):
+class LaplacePosterior(LaplaceFamily):
     """N(mean, (scale * curvature + prior)^-1) over the chosen weights; a value: methods return new posteriors.
 
     Made by `lapis.laplace`. `choices` says what was decided on the user's behalf, `tuning` how the last `tune` went,
@@ -37,20 +41,10 @@ class LaplacePosterior(GaussianPosterior):
     `training` how `lapis.train` went.
     """
 
-    network: Network
-    likelihood: Likelihood
-    fitted_likelihood: Likelihood
-    prior: Prior
-    weight_prior: WeightPrior
+    kind: ClassVar[str] = "laplace"
+
     curvature: Curvature
-    structure: Structure
-    mean: Tensor
-    fingerprint: str
-    temperature: float
-    memory_budget: int
     choices: tuple[str, ...] = ()
-    tuning: Tuning | None = None
-    tangent: TangentMode | None = None
     training: Training | None = None
 
     # what it is ------------------------------------------------------------------------------------
@@ -88,14 +82,14 @@ class LaplacePosterior(GaussianPosterior):
             for block in self.curvature.blocks
         ]
 
-    def sample(self, n: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draws of the weights, (n, P); `lapis.unflatten` turns them into parameter dictionaries.
+    def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of the weights, (samples, P); `lapis.unflatten` turns them into parameter dictionaries.
 
         Without a generator the draws are those of seed 0.
         """
-        generator = check_draws(n, generator, self.network.device)
-        # drawn one by one, so that n draws at once and n draws in turn are the same
-        noise = torch.stack([white_noise(self.network, generator) for _ in range(n)])
+        source = self.source(samples, generator)
+        # drawn one by one, so that several draws at once and in turn are the same
+        noise = torch.stack([white_noise(self.network, source) for _ in range(samples)])
         parts = torch.split(noise, [block.size for block in self.curvature.blocks], -1)
         draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self.gaussians, parts, strict=True)]
         return self._to_flat(draws).add_(self.mean)
@@ -111,10 +105,10 @@ class LaplacePosterior(GaussianPosterior):
     def precision(self) -> Tensor:
         """The whole precision matrix (P, P), float64: for checking, on small networks."""
         needed = 8 * self.n_weights**2
-        if needed > self.memory_budget:
+        if needed > self.facts.memory_budget:
             raise MemoryBudgetError(
                 "The precision matrix does not fit",
-                expected=f"at most {self.memory_budget:,} bytes (memory_budget)",
+                expected=f"at most {self.facts.memory_budget:,} bytes (memory_budget)",
                 got=f"{needed:,} bytes",
                 do="use marginal_variance(), sample() or log_prob()",
             )
@@ -145,49 +139,41 @@ class LaplacePosterior(GaussianPosterior):
     def tune(
         self,
         *,
-        method: Literal["gradient", "fixed_point"] = "gradient",
+        method: Literal["gradient", "fixed_point", "draws"] | None = None,
         groups: Groups | None = None,
         noise: bool = True,
-        max_iterations: int = 200,
+        max_iterations: int | None = None,
         tolerance: float | None = None,
+        samples: int | None = None,
+        solver: Literal["cg", "sgd"] | None = None,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool | None = None,
     ) -> LaplacePosterior:
-        """The posterior whose prior precisions, and Gaussian noise, maximise the evidence.
-
-        At t no pass over data is made. After `at_tangent_mode` theta* follows every change of prior and noise, so that
-        the result is stationary in both. `tuning` on the result tells how it went.
-
-        Args:
-            method: "gradient" (on logarithms, by Newton's method where eigenvalues decide the evidence, else L-BFGS) or
-                "fixed_point" (MacKay: alpha_g = gamma_g / |theta_g - m_g|^2, noise^2 = SSE / (n - gamma), damped).
-            groups: group the prior anew first: see `lapis.Prior`.
-            noise: tune it too, where there is one. A noise for each output keeps its proportions.
-            tolerance: on the relative error of MacKay's equations (gradient) or on the steps in logarithms.
-        """
-        return tuning.tune(self, method, groups, noise, max_iterations, tolerance)
+        """See `LaplaceFamily.tune`; at t no pass over data is made."""
+        chosen = "gradient" if method is None else method
+        check_choice("method", chosen, ("gradient", "fixed_point"))
+        refuse_options(
+            "A stored posterior is tuned without draws",
+            samples=samples,
+            solver=solver,
+            batch_size=batch_size,
+            generator=generator,
+        )
+        iterations = 200 if max_iterations is None else max_iterations
+        return tuning.tune(self, chosen, groups, noise, iterations, tolerance)
 
     def at_tangent_mode(
         self,
-        data: Any,
+        data: Any = None,
         *,
         batch_size: int | None = None,
         tolerance: float | None = None,
         max_products: int = 2000,
         start: Tensor | None = None,
     ) -> LaplacePosterior:
-        """The posterior whose evidence is taken at the mode theta* of the tangent linear model; `tangent` tells of it.
-
-        theta* = argmin sum_n l(f_n + J_n (theta - t), y_n) + 1/2 |theta - m|^2_Lambda under the present prior and
-        noise, for the data of the fit. t stays the linearisation point, `mean` and the centre of predictions. Trained
-        networks are seldom at a mode, and with normalisation layers there is none: the evidence at t then misleads.
-        `at_tangent_mode(data).tune()` goes to the joint optimum of theta*, prior and noise.
-
-        Args:
-            tolerance: nats, times the loss where that is above one, by which the loss may still fall; by default 1e-16
-                for a float64 network and 1e-5 for float32.
-            max_products: passes over the data, at most, for each theta*.
-            start: weights (P,) to begin from; t when not given, or the prior's mean in the outputs' space.
-        """
-        self._check_model()
+        """See `LaplaceFamily.at_tangent_mode`."""
+        self.check_network()
         problem = tuning.tangent_problem(self, data, batch_size, tolerance, max_products)
         return tuning.checked(tuning.at_mode(self, problem, problem.begin(start)))
 
@@ -211,8 +197,8 @@ class LaplacePosterior(GaussianPosterior):
         generator: torch.Generator | None = None,
         progress: bool | None = None,
     ) -> LaplacePosterior:
-        """The posterior that has seen `data` as well: curvature is a sum over data."""
-        self._check_model()
+        """See `LaplaceFamily.update`."""
+        self.check_network()
         sums = self.curvature.clone()
         stream, total = batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=batch_size)
         accumulate(
@@ -222,16 +208,69 @@ class LaplacePosterior(GaussianPosterior):
             stream,
             total=total,
             generator=generator or torch.Generator(self.network.device).manual_seed(self.n_data),
-            memory_budget=self.memory_budget,
+            memory_budget=self.facts.memory_budget,
             progress=progress,
         )
-        return self._changed(curvature=sums)
+        return self._with_sums(sums)
 
     # predictions -----------------------------------------------------------------------------------
 
-    def _draws(self, n: int, generator: torch.Generator, inputs: Inputs) -> Iterable[Mapping[str, Tensor]]:
+    def quick_draws(
+        self, samples: int, generator: torch.Generator, inputs: Inputs
+    ) -> Iterable[Mapping[str, Tensor]] | None:
+        """Networks whose wide matrices are never formed."""
         drawn = DrawnNetwork(self.network, self.curvature.blocks, self.gaussians, self.mean, inputs)
-        return (drawn.draw(generator) for _ in range(n))
+        return (drawn.draw(generator) for _ in range(samples))
 
-    def _outputs(self, inputs: Inputs, kind: functional.Kind) -> tuple[LatentGaussian, torch.Size]:
-        return functional.linearised(self.network, self.curvature, self.gaussians, inputs, kind, self.memory_budget)
+    def _outputs(self, inputs: Inputs, kind: LatentKind) -> LatentGaussian:
+        return linearised(self.network, self.curvature, self.gaussians, inputs, kind, self.facts.memory_budget)
+
+    # files -----------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """The family's, and the sums of every block."""
+        state, sums = super().state(), self.curvature
+        blocks = {f"block.{i}.{name}": t for i, block in enumerate(sums.blocks) for name, t in block.state().items()}
+        options: dict[str, str] = {}
+        for block in sums.blocks:
+            options |= block.options()
+        config = {
+            "options": options,
+            "curvature": sums.kind,
+            "fisher_samples": sums.fisher_samples,
+            "example_bytes": sums.tape.example_bytes,
+            "sites": [site.to_config() for site in sums.tape.plan.sites],
+            "general": sorted(sums.tape.plan.general),
+            "choices": self.choices,
+            "training": self.training and asdict(self.training),
+        }
+        return State(state.config | config, state.tensors | blocks | {"statistics": sums.statistics})
+
+    @classmethod
+    def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> LaplacePosterior:
+        """Blocks filled with their sums, and the tape that they belong to."""
+        config, tensors = state.config, state.tensors
+        options = config["options"]
+        tape = Tape(network, likelihood.canonical)
+        sites = tuple(Site.from_config(entry) for entry in config["sites"])
+        tape.plan = Plan(sites, frozenset(config["general"]))
+        tape.example_bytes = ExampleBytes(*config["example_bytes"])
+        blocks = build_blocks(
+            config["structure"],
+            sites,
+            options.get("sharing", "expand"),
+            options.get("bias", "joint"),
+            facts.memory_budget,
+        )
+        for i, block in enumerate(blocks):
+            block.load({name: tensors[f"block.{i}.{name}"] for name in block.state()})
+        sums = Curvature(
+            config["curvature"], tape, blocks, tensors["statistics"], facts.n_data, config["fisher_samples"],
+            facts.signature, facts.n_outputs, config["digest"],
+        )  # fmt: skip
+        return cls(
+            curvature=sums,
+            choices=tuple(config["choices"]),
+            training=Training(**config["training"]) if config["training"] else None,
+            **cls._fields(state, network, likelihood, facts),
+        )

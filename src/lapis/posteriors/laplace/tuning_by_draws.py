@@ -26,6 +26,7 @@ from torch import Tensor
 from lapis.errors import LapisWarning, OptionError
 from lapis.evidence import TangentMode, TangentProblem, Tuning
 from lapis.evidence.point import LARGEST_LOG
+from lapis.options import check_choice
 from lapis.posteriors.laplace.drawing import Descent, noise
 from lapis.priors import Prior
 from lapis.progress import track
@@ -48,16 +49,15 @@ FLOOR = 1e-6
 class Draws:
     """Draws under a prior that changes: the same white noise, warm starts."""
 
-    def __init__(self, posterior: ImplicitPosterior, k: int, method: str, batch_size: int, seed: int) -> None:
-        if method not in ("cg", "sgd"):
-            raise OptionError("Unknown method of drawing", expected='"cg" or "sgd"', got=repr(method), do="choose one")
+    def __init__(self, posterior: ImplicitPosterior, samples: int, solver: str, batch_size: int, seed: int) -> None:
+        check_choice("solver", solver, ("cg", "sgd"))
         self.z: Tensor | None = None
         self.descent: Descent | None = None
-        if method == "sgd":
-            self.descent = Descent(posterior, "low_noise", batch_size, seed, k)
+        if solver == "sgd":
+            self.descent = Descent(posterior, "low_noise", batch_size, seed, samples)
             self.white = self.descent.start
             return
-        self.white, self.rows = noise(posterior, seed, 0, k)
+        self.white, self.rows = noise(posterior, seed, 0, samples)
         self.start: Tensor | None = None
         self.pulled = posterior.curvature.root_transposed(self.rows) if posterior.space == "weights" else None
 
@@ -92,8 +92,8 @@ class Draws:
 def tune(
     posterior: ImplicitPosterior,
     *,
-    draws: int,
-    method: str,
+    samples: int,
+    solver: str,
     batch_size: int,
     noise: bool,
     rounds: int,
@@ -115,7 +115,7 @@ def tune(
     highest = highest.clamp(max=posterior.curvature.rows)
     base = posterior.likelihood.noise if noise else None
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    sampler = Draws(posterior, draws, method, batch_size, seed)
+    sampler = Draws(posterior, samples, solver, batch_size, seed)
     precision, factor = prior.precision.detach().clone(), 1.0
     path: list[tuple[float, ...]] = []
     gamma, moved, done = torch.zeros_like(precision), math.inf, 0

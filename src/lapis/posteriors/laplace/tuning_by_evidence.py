@@ -21,13 +21,13 @@ from lapis.evidence import tune as maximise
 from lapis.priors import Groups, Prior
 
 if TYPE_CHECKING:
-    from lapis.posteriors.base import GaussianPosterior
+    from lapis.posteriors.laplace.family import LaplaceFamily
     from lapis.posteriors.laplace.stored import LaplacePosterior
 
 ROWS_BYTES = 2**29
 """Most memory that the Jacobian's rows take in the search for theta* by products, which multiplies with them often."""
 
-Fitted = TypeVar("Fitted", bound="GaussianPosterior")
+Fitted = TypeVar("Fitted", bound="LaplaceFamily")
 
 
 def tune(
@@ -161,6 +161,13 @@ def tangent_problem(
 ) -> TangentProblem:
     """The tangent model of the data that the posterior was fitted to; other data are refused."""
     network = posterior.network
+    if data is None:
+        raise DataError(
+            "The tangent model needs the data of the fit",
+            expected="posterior.at_tangent_mode(data)",
+            got="no data",
+            do="pass the training data; only implicit posteriors keep them",
+        )
     stream, _ = batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)
     held = list(stream)
     found = sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64
@@ -175,7 +182,7 @@ def tangent_problem(
         network,
         posterior.curvature.tape.outputs,
         held,
-        memory_budget=posterior.memory_budget,
+        memory_budget=posterior.facts.memory_budget,
         kept_bytes=ROWS_BYTES,
     )
     return TangentProblem(jacobian, posterior.likelihood, held, posterior.mean, tolerance, max_products)
@@ -192,7 +199,4 @@ def regrouped(posterior: Fitted, groups: Groups) -> Fitted:
     ratio = fresh.sizes() / fresh.squared_distance(posterior.mean)
     precision = torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio))
     prior = Prior(precision, groups, posterior.prior.mean, posterior.prior.scales)
-    changed: Fitted = replace(  # type: ignore[type-var]
-        posterior, prior=prior, weight_prior=fresh.with_precision(precision), tuning=None
-    )
-    return changed
+    return replace(posterior, prior=prior, weight_prior=fresh.with_precision(precision), tuning=None)

@@ -1,4 +1,4 @@
-"""The end of a network: what is left to run when only the chosen weights change, as from one drawn network to the next.
+"""The head of a network: what runs again when only the chosen weights change, as between drawn networks.
 
 With the last layer's weights alone, everything before that layer runs once for all draws.
 """
@@ -16,7 +16,7 @@ from lapis.network import Network
 
 
 @dataclass
-class Ending:
+class Head:
     """A module that all chosen weights lie in, and one call of it."""
 
     module: nn.Module
@@ -40,11 +40,11 @@ class Ending:
         return output
 
 
-def find_ending(network: Network, inputs: Inputs) -> Ending | None:
+def find_head(network: Network, inputs: Inputs) -> Head | None:
     """The smallest module whose output is the network's for these inputs, and which holds all chosen weights; None
     where that is the network itself. Call it inside `network.prepared()`, where gradients tell what depends on them.
     """
-    calls: list[Ending] = []
+    calls: list[Head] = []
     handles = []
     for place, letter in enumerate(network.names[0]):
         name = network.names[0][:place]
@@ -64,9 +64,9 @@ def find_ending(network: Network, inputs: Inputs) -> Ending | None:
     return found[-1] if found else None
 
 
-def _watched(module: nn.Module, name: str, calls: list[Ending]) -> list[torch.utils.hooks.RemovableHandle]:
+def _watched(module: nn.Module, name: str, calls: list[Head]) -> list[torch.utils.hooks.RemovableHandle]:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(Ending(module, name, (args, kwargs), _writes((args, kwargs))))
+        calls.append(Head(module, name, (args, kwargs), _writes((args, kwargs))))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         [call for call in calls if call.name == name][-1].output = output

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch, Inputs, as_inputs, batch_length, check_finite, describe, take, tensors_in
+from lapis.batches import Batch, Inputs, batch_length, take
 from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.backward.record import Record
 from lapis.curvature.backward.seeds import position_seeds, unit_factor
@@ -17,33 +17,15 @@ from lapis.curvature.outputs import check_outputs, check_width
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.curvature.sums import Curvature
 from lapis.curvature.working_memory import WORK_BYTES, examples_at_once
-from lapis.errors import DataError, MemoryBudgetError
+from lapis.errors import MemoryBudgetError
 from lapis.network import Network
 from lapis.predictions import LatentGaussian
 
-Kind = Literal["diagonal", "full", "joint"]
+if TYPE_CHECKING:
+    from lapis.posteriors.posterior import LatentKind
 
-
-def check_inputs(inputs: Inputs, network: Network, signature: str) -> Inputs:
-    """Inputs on the network's device, refused when empty, not finite, or of another floating dtype."""
-    ready = as_inputs(inputs, network.dtype, network.device)
-    if not tensors_in(ready) or batch_length(ready) == 0:
-        raise DataError(
-            "There is nothing to predict",
-            expected=f"inputs like {signature}",
-            got=describe(ready),
-            do="pass some examples",
-        )
-    for tensor in tensors_in(ready):
-        if tensor.is_floating_point() and tensor.dtype != network.dtype:
-            raise DataError(
-                "The inputs have another dtype than the network",
-                expected=f"{network.dtype} (the fit saw {signature})",
-                got=describe(ready),
-                do=f"convert the inputs with .to({network.dtype})",
-            )
-    check_finite(ready, "this batch")
-    return ready
+EXAMPLES_AT_ONCE = 256
+"""Examples whose outputs are multiplied with draws together."""
 
 
 def linearised(
@@ -51,10 +33,10 @@ def linearised(
     curvature: Curvature,
     gaussians: Sequence[BlockGaussian],
     inputs: Inputs,
-    kind: Kind,
+    kind: LatentKind,
     memory_budget: int,
-) -> tuple[LatentGaussian, torch.Size]:
-    """Mean and (co)variance of the outputs at `inputs`, and the raw output's shape."""
+) -> LatentGaussian:
+    """Mean and (co)variance of the outputs at `inputs`."""
     length = batch_length(inputs)
     step = length
     if kind != "joint":  # each output's gradients are held twice, as they are and as the covariance needs them
@@ -71,12 +53,16 @@ def linearised(
         mean[start:stop], spread[start:stop], _ = _part(
             network, curvature, gaussians, take(inputs, start, stop), kind, memory_budget
         )
-    shape = torch.Size((length, *shape[1:]))
+    return _latent(mean, spread, kind, (length, *shape[1:]))
+
+
+def _latent(mean: Tensor, spread: Tensor, kind: LatentKind, raw_shape: tuple[int, ...]) -> LatentGaussian:
+    """Outputs (B, T, C) with variances (B, T, C), covariances (B, T, C, C), or a joint one (B T C, B T C)."""
     if kind == "joint":
-        return LatentGaussian(mean, spread.diagonal().reshape(mean.shape), None, spread), shape
+        return LatentGaussian(mean, spread.diagonal().reshape(mean.shape), None, spread, raw_shape)
     if kind == "diagonal":
-        return LatentGaussian(mean, spread), shape
-    return LatentGaussian(mean, spread.diagonal(dim1=-2, dim2=-1), spread), shape
+        return LatentGaussian(mean, spread, raw_shape=raw_shape)
+    return LatentGaussian(mean, spread.diagonal(dim1=-2, dim2=-1), spread, raw_shape=raw_shape)
 
 
 def _part(
@@ -84,7 +70,7 @@ def _part(
     curvature: Curvature,
     gaussians: Sequence[BlockGaussian],
     inputs: Inputs,
-    kind: Kind,
+    kind: LatentKind,
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, torch.Size]:
     """Outputs of examples that are worked on together, their (co)variance in the same dtype, the raw output's shape."""
@@ -105,9 +91,9 @@ def by_solves(
     width: int,
     solve: Callable[[Tensor], Tensor],
     inputs: Inputs,
-    kind: Kind,
+    kind: LatentKind,
     memory_budget: int,
-) -> tuple[LatentGaussian, torch.Size]:
+) -> LatentGaussian:
     """As `linearised`, when all that is known of the covariance is its products `solve` with blocks (k, P)."""
     length = batch_length(inputs)
     nothing = torch.zeros(length, device=network.device)
@@ -116,13 +102,13 @@ def by_solves(
     for f in jacobian.outputs:
         check_outputs(f, width)
     mean = torch.cat(jacobian.outputs).to(network.dtype)
-    shape = torch.Size((length, *jacobian.shapes[0][1:]))
+    shape = (length, *jacobian.shapes[0][1:])
     _, positions, outputs = mean.shape
     if kind == "joint":
         check_joint(mean, memory_budget, 8 * mean.numel() * network.size)
         rows = torch.cat([_gradients(jacobian.at(i)) for i in range(length)])
         joint = _symmetric(rows.double() @ solve(rows).mT).to(network.dtype)
-        return LatentGaussian(mean, joint.diagonal().reshape(mean.shape), None, joint), shape
+        return _latent(mean, joint, kind, shape)
     found = []
     at_once = max(1, memory_budget // (32 * network.size * positions * outputs))
     for first in range(0, length, at_once):
@@ -130,8 +116,38 @@ def by_solves(
         found.append(_symmetric(rows.double() @ solve(rows.flatten(0, 1)).reshape(rows.shape).mT))
     whole = torch.cat(found).reshape(length, positions, outputs, positions, outputs)
     covariance = whole.diagonal(dim1=1, dim2=3).movedim(-1, 1).to(network.dtype)
-    variance = covariance.diagonal(dim1=-2, dim2=-1)
-    return LatentGaussian(mean, variance, None if kind == "diagonal" else covariance), shape
+    return _latent(mean, covariance.diagonal(dim1=-2, dim2=-1) if kind == "diagonal" else covariance, kind, shape)
+
+
+def by_draws(
+    network: Network,
+    canonical: Callable[[Tensor], Tensor],
+    width: int,
+    deviations: Tensor,
+    inputs: Inputs,
+    kind: LatentKind,
+    memory_budget: int,
+) -> LatentGaussian:
+    """As `linearised`, when the covariance is mean_k z_k z_k^T of draws z (K, P): K Jacobian-vector products."""
+    means, pushed = [], []
+    length = batch_length(inputs)
+    for start in range(0, length, EXAMPLES_AT_ONCE):
+        part = take(inputs, start, min(start + EXAMPLES_AT_ONCE, length))
+        batch = Batch(part, torch.zeros(batch_length(part), device=network.device), 0)
+        jacobian = Jacobian(network, canonical, [batch], memory_budget=memory_budget)
+        check_outputs(jacobian.outputs[0], width)
+        means.append(jacobian.outputs[0])
+        pushed.append(jacobian.forward(deviations)[0].double())
+    mean, draws = torch.cat(means).to(network.dtype), torch.cat(pushed, 1)
+    if kind == "diagonal":
+        spread = draws.square().mean(0)
+    elif kind == "full":
+        spread = torch.einsum("kbtc,kbtd->btcd", draws, draws) / len(draws)
+    else:
+        check_joint(mean, memory_budget)
+        flat = draws.flatten(1)
+        spread = flat.mT @ flat / len(draws)
+    return _latent(mean, spread.to(mean.dtype), kind, (length, *jacobian.shapes[0][1:]))
 
 
 def _gradients(jacobian: Jacobian) -> Tensor:
@@ -159,7 +175,7 @@ def check_joint(mean: Tensor, memory_budget: int, more: int = 0) -> None:
         )
 
 
-def _each(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussian], kind: Kind) -> Tensor:
+def _each(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussian], kind: LatentKind) -> Tensor:
     """(B, T, C, C), or (B, T, C)."""
     found = []
     for seeds in position_seeds(unit_factor(record.f.detach()), record.f.shape[-1]):

@@ -43,7 +43,7 @@ def latent_of_parts(
     progress: bool | None,
 ) -> Latent:
     """The outputs' distribution at `x`, worked out part by part; the same drawn networks answer for every part."""
-    found = []
+    found: list[Latent] = []
     state = None if generator is None else generator.get_state()
     parts, total = _parts(posterior.network, x, kind, posterior.facts.signature, posterior.facts.memory_budget)
     for part in parts if total == 1 else track(parts, "prediction", total, progress):

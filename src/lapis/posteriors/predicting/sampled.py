@@ -1,60 +1,118 @@
-"""Outputs of drawn networks: of one after another, or of many small ones in one run."""
+"""Outputs of drawn networks: of one after another, or of many small ones in one run.
+
+Shortcuts: small networks run together under vmap; large ones run only the part that differs between draws (`head`),
+with matrices that are never formed (`drawn_network`) and max pooling by shifted views. Each is compared with a plainly
+drawn network before its results are used.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
-from lapis.batches import Inputs, all_finite
+from lapis.batches import Inputs, all_finite, batch_length, describe, take
 from lapis.curvature.outputs import check_outputs
 from lapis.curvature.products.differentiation import UNABLE, differentiable
 from lapis.curvature.recording.pooling import QuickPooling
 from lapis.network import Network
-from lapis.posteriors.predicting.head import find_ending
+from lapis.posteriors.predicting.head import find_head
+from lapis.predictions import LatentSamples
 from lapis.proofs import close
+
+if TYPE_CHECKING:
+    from lapis.posteriors.over_weights import WeightPosterior
 
 Canonical = Callable[[Tensor], Tensor]
 
+SHORTCUTS = "networks drawn by shortcuts"
+
+COMPARED_EXAMPLES = 8
+"""Examples on which the first network drawn by shortcuts is compared with one drawn plainly."""
+
 SMALL_NETWORK, SMALL_DRAWS, SMALL_RUN = 2**16, 16 * 2**20, 4 * 2**20
-"""Weights of a network that is called small, bytes of all its draws, and of what a layer puts out in one run."""
+"""Small networks run together: up to this many weights, bytes of all draws, bytes of a layer's outputs in one run."""
+
+
+def drawn_outputs(
+    posterior: WeightPosterior, inputs: Inputs, samples: int, generator: torch.Generator
+) -> LatentSamples:
+    """Outputs of that many networks drawn from the posterior; the draws are those of `posterior.sample`."""
+    network, canonical, width = posterior.network, posterior.likelihood.canonical, posterior.n_outputs
+    if are_small(network, samples):
+        values, shape = together(network, canonical, width, posterior.sample(samples, generator=generator), inputs)
+        return LatentSamples(values, raw_shape=tuple(shape))
+    state = generator.get_state()
+
+    def plain(source: torch.Generator) -> Iterable[Mapping[str, Tensor]]:
+        return (network.unflatten(weights) for weights in posterior.draws(samples, source))
+
+    def agrees() -> bool:
+        """Compare the first network, on a few examples, with the same draw made plainly."""
+        source = torch.Generator(generator.device)
+        source.set_state(state)
+        few = take(inputs, 0, min(COMPARED_EXAMPLES, batch_length(inputs)))
+        with network.prepared(), torch.no_grad():
+            expected = canonical(network.call(few, next(iter(plain(source)))))
+        return close(expected, values[0, : len(expected)])
+
+    if SHORTCUTS not in network.proofs.refused:
+        values, shape = _by_shortcuts(posterior, inputs, samples, generator)
+        if network.proofs.holds(SHORTCUTS, describe(inputs), agrees):
+            return LatentSamples(values, raw_shape=tuple(shape))
+        generator.set_state(state)
+    values, shape = one_by_one(network, canonical, width, plain(generator), inputs)
+    return LatentSamples(values, raw_shape=tuple(shape))
 
 
 def one_by_one(
-    network: Network,
-    canonical: Canonical,
-    width: int,
-    draws: Callable[[Inputs], Iterable[Mapping[str, Tensor]]],
-    inputs: Inputs,
+    network: Network, canonical: Canonical, width: int, draws: Iterable[Mapping[str, Tensor]], inputs: Inputs
 ) -> tuple[Tensor, torch.Size]:
-    """Outputs (S, B, T, C) of networks with the given parameters, one by one, and the raw output's shape.
+    """Outputs (S, B, T, C) of networks with the given parameters, and the raw output's shape."""
+    outputs: list[Tensor] = []
+    with network.prepared(), torch.no_grad():
+        for parameters in draws:
+            with network.replaced(parameters):
+                raw = network.call(inputs)
+            outputs.append(canonical(raw))
+            check_outputs(outputs[-1], width)
+    return torch.stack(outputs), raw.shape
 
-    `draws` is told what all of them will be given: the inputs, or what reaches the layers that differ.
-    """
+
+def _by_shortcuts(
+    posterior: WeightPosterior, inputs: Inputs, samples: int, generator: torch.Generator
+) -> tuple[Tensor, torch.Size]:
+    """As `one_by_one`: what is the same for every draw runs once, and wide drawn matrices are not formed."""
+    network = posterior.network
     outputs: list[Tensor] = []
     pooling = QuickPooling(network.proofs)
     with network.prepared():
         with pooling:
-            ending = find_ending(network, inputs)
+            head = find_head(network, inputs)
         with torch.no_grad():
-            for parameters in draws(inputs if ending is None else ending.inputs):
+            draws = posterior.quick_draws(samples, generator, inputs if head is None else head.inputs)
+            if draws is None:
+                draws = (network.unflatten(weights) for weights in posterior.draws(samples, generator))
+            for parameters in draws:
                 listening = pooling if pooling.used or not outputs else nullcontext()
                 with network.replaced(parameters), listening:
-                    raw = network.call(inputs) if ending is None else ending.call()
-                outputs.append(canonical(raw))
-                check_outputs(outputs[-1], width)
+                    raw = network.call(inputs) if head is None else head.call()
+                outputs.append(posterior.likelihood.canonical(raw))
+                check_outputs(outputs[-1], posterior.n_outputs)
     return torch.stack(outputs), raw.shape
 
 
-def are_small(network: Network, count: int) -> bool:
-    """Whether `together` is worth a try. Convolutions take longer with many weights in one run, and hooks on layers are
-    to see tensors as they know them.
+def are_small(network: Network, samples: int) -> bool:
+    """Whether `together` is worth a try.
+
+    Convolutions take longer with many weights in one run, and hooks on layers must see the tensors that they know.
     """
-    if count == 1 or network.size > SMALL_NETWORK or count * network.size * network.dtype.itemsize > SMALL_DRAWS:
+    if samples == 1 or network.size > SMALL_NETWORK or samples * network.size * network.dtype.itemsize > SMALL_DRAWS:
         return False
     modules = list(network.module.modules())
     return not any(isinstance(m, _ConvNd) or m._forward_hooks or m._forward_pre_hooks for m in modules)
@@ -70,7 +128,7 @@ def together(
     found = _together(network, canonical, weights, inputs)
     if found is not None and found[0].shape[-1] == width and all_finite(found[0]):
         return found
-    return one_by_one(network, canonical, width, lambda _: map(network.unflatten, weights), inputs)
+    return one_by_one(network, canonical, width, map(network.unflatten, weights), inputs)
 
 
 def _together(

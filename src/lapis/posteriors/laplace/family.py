@@ -1,0 +1,283 @@
+"""What the structures of the Laplace family share: a prior, the evidence, and how one posterior becomes another."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from lapis.errors import OptionError
+from lapis.evidence import TangentMode, Tuning
+from lapis.likelihoods import Likelihood, from_config
+from lapis.network import Network
+from lapis.posteriors.over_weights import GaussianPosterior
+from lapis.posteriors.posterior import Facts, State
+from lapis.priors import Groups, Prior, WeightPrior, as_prior
+
+TANGENT = ("converged", "remaining", "iterations", "products", "reason")
+"""What a file says about theta* beside its tensors."""
+
+Self = TypeVar("Self", bound="LaplaceFamily")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LaplaceFamily(GaussianPosterior):
+    """N(mean, (scale * curvature + prior)^-1), whatever form the curvature has.
+
+    Args:
+        fitted_likelihood: with the noise that the curvature was computed under; `likelihood` has the present one.
+        prior: as the user gave it; `weight_prior` is the same for this network.
+        curvature: sums over data; has `statistics`, `n_data`, `outputs`, `signature` and `digest` in every form.
+        temperature: the likelihood enters as p(D | theta)^(1 / temperature).
+        tuning: how the last `tune` went.
+        tangent: the mode of the tangent model, when the evidence is taken there (`at_tangent_mode`).
+    """
+
+    fitted_likelihood: Likelihood
+    prior: Prior
+    weight_prior: WeightPrior
+    curvature: Any
+    structure: str
+    temperature: float
+    tuning: Tuning | None = None
+    tangent: TangentMode | None = None
+
+    def __repr__(self) -> str:
+        size = f"{self.n_weights:,} weights, {self.n_data:,} examples"
+        return f"<{self.structure} {type(self).__name__}, {size}, {self.likelihood.name}>"
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """What the stored curvature is multiplied by: changed noise, and temperature."""
+        scale = torch.as_tensor(self.likelihood.curvature_scale(self.fitted_likelihood), device=self.network.device)
+        return scale.double() / self.temperature
+
+    # evidence --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def effective_parameters(self) -> Tensor:
+        """gamma = tr(A^-1 (A - Lambda)): how many weights the data determine."""
+
+    def log_likelihood(self) -> Tensor:
+        """log p(D | t), with all constants."""
+        return self.likelihood.log_likelihood(self.curvature.statistics)
+
+    def evidence_point(self) -> tuple[Tensor, Tensor]:
+        """Weights (P,) that the evidence is taken at, theta* or t, and the likelihood's statistics there."""
+        if self.tangent is not None:
+            return self.tangent.weights, self.tangent.statistics
+        return self.mean, self.curvature.statistics
+
+    @property
+    def mode(self) -> Tensor | None:
+        """theta*, (P,) float64, after `at_tangent_mode`."""
+        return None if self.tangent is None else self.tangent.weights
+
+    def _evidence(self, logdet: Tensor) -> Tensor:
+        """log p(D) when log |A| is `logdet`."""
+        prior = self.weight_prior
+        weights, statistics = self.evidence_point()
+        distance = (prior.precision * prior.squared_distance(weights)).sum()
+        fit = self.likelihood.log_likelihood(statistics) / self.temperature
+        return fit + 0.5 * (prior.logdet() - distance - logdet)
+
+    def log_evidence(self) -> Tensor:
+        """log p(D) ~ log p(D | t) - 1/2 |t - m|^2_Lambda + 1/2 log |Lambda| - 1/2 log |A|, 0-d float64.
+
+        After `at_tangent_mode` the first two terms are those of the tangent model at theta*. Exact for linear Gaussian
+        models at their mode. Differentiable in the prior precision and the noise, when these require grad.
+        """
+        return self._evidence(self._logdet())
+
+    @abstractmethod
+    def tune(
+        self: Self,
+        *,
+        method: Literal["gradient", "fixed_point", "draws"] | None = None,
+        groups: Groups | None = None,
+        noise: bool = True,
+        max_iterations: int | None = None,
+        tolerance: float | None = None,
+        samples: int | None = None,
+        solver: Literal["cg", "sgd"] | None = None,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool | None = None,
+    ) -> Self:
+        """The posterior whose prior precisions, and Gaussian noise, maximise the evidence.
+
+        After `at_tangent_mode` theta* follows every change of prior and noise, so that the result is stationary in
+        both. `tuning` on the result tells how it went.
+
+        Args:
+            method: stored structures have "gradient" (default; on logarithms, by Newton's method where eigenvalues
+                decide the evidence, else L-BFGS) and "fixed_point" (MacKay: alpha_g = gamma_g / |theta_g - m_g|^2,
+                noise^2 = SSE / (n - gamma), damped). The implicit one has "draws": the same equations, gamma from
+                `samples` draws (expectation and maximisation); one draw is often enough.
+            groups: group the prior anew first: see `lapis.Prior`.
+            noise: tune it too, where there is one. A noise for each output keeps its proportions.
+            max_iterations: 200 by default, or 10 rounds of draws.
+            tolerance: on the relative error of MacKay's equations (gradient, 1e-6 by default), or on the steps in
+                logarithms (fixed point; 0.01 for draws).
+            samples: for "draws", weight vectors that gamma is estimated from, 4 by default.
+            solver: for "draws", "cg" (default) or "sgd": see `ImplicitPosterior.draw`; `batch_size` is of SGD.
+            generator: for "draws"; seeded with 0 when not given.
+            progress: show a bar for passes over data; by default on a terminal only.
+        """
+
+    @abstractmethod
+    def at_tangent_mode(
+        self: Self,
+        data: Any = None,
+        *,
+        batch_size: int | None = None,
+        tolerance: float | None = None,
+        max_products: int = 2000,
+        start: Tensor | None = None,
+    ) -> Self:
+        """The posterior whose evidence is taken at the mode theta* of the tangent linear model; `tangent` tells of it.
+
+        theta* = argmin sum_n l(f_n + J_n (theta - t), y_n) + 1/2 |theta - m|^2_Lambda under the present prior and
+        noise, for the data of the fit. t stays the linearisation point, `mean` and the centre of predictions. Trained
+        networks are seldom at a mode, and with normalisation layers there is none: the evidence at t then misleads.
+        `at_tangent_mode(data).tune()` goes to the joint optimum of theta*, prior and noise.
+
+        Args:
+            data: those of the fit, in any order and batches; implicit posteriors have them already.
+            tolerance: nats, times the loss where that is above one, by which the loss may still fall; by default 1e-16
+                for a float64 network and 1e-5 for float32.
+            max_products: passes over the data, at most, for each theta*.
+            start: weights (P,) to begin from; t when not given, or the prior's mean in the outputs' space.
+        """
+
+    # changes ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def update(
+        self: Self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool | None = None,
+    ) -> Self:
+        """The posterior that has seen `data` as well: curvature is a sum over data.
+
+        `generator`: of targets drawn for the sampled Fisher information.
+        """
+
+    def _check_prior(self, prior: WeightPrior) -> None:
+        """Refuse a prior that the structure cannot hold; most take any."""
+
+    def _changed(self: Self, **changes: Any) -> Self:
+        """A copy with other fields; what was found for the old ones is dropped."""
+        return replace(self, **changes, tuning=None, tangent=None)
+
+    def _with_sums(self: Self, curvature: Any) -> Self:
+        """A copy with other sums, and what these say about the data."""
+        return self._changed(curvature=curvature, facts=replace(self.facts, n_data=int(curvature.n_data)))
+
+    def with_prior(self: Self, prior: Prior | float | Tensor) -> Self:
+        """The posterior under another prior; no pass over data. The evidence is taken at t again."""
+        chosen = as_prior(prior)
+        resolved = chosen.resolve(self.network)
+        self._check_prior(resolved)
+        if resolved.differs_in_precision_only(self.weight_prior):
+            resolved = self.weight_prior.with_precision(resolved.precision)
+        return self._changed(prior=chosen, weight_prior=resolved)
+
+    def with_noise(self: Self, noise: float | Tensor) -> Self:
+        """The posterior under another Gaussian noise (standard deviation); no pass over data."""
+        changed = self._changed(likelihood=self.likelihood.with_noise(noise))
+        changed.scale  # noqa: B018  (noise of other proportions is refused here, not at the first use)
+        return changed
+
+    def with_temperature(self: Self, temperature: float) -> Self:
+        """The posterior at another temperature; no pass over data."""
+        check_temperature(temperature)
+        return self._changed(temperature=temperature)
+
+    # telling and keeping ---------------------------------------------------------------------------
+
+    def _summary(self, evidence: str, gamma: str, choices: Sequence[str]) -> str:
+        precision = self.weight_prior.precision.detach()
+        spread = f"{float(precision.min()):.4g}" + (f" .. {float(precision.max()):.4g}" if len(precision) > 1 else "")
+        lines = [
+            f"{self.structure} Laplace posterior over {self.n_weights:,} weights from {self.n_data:,} examples",
+            f"likelihood            {self.likelihood!r}",
+            f"prior precision       {spread} ({len(precision)} group{'s' if len(precision) > 1 else ''})",
+            f"log evidence          {evidence}",
+            f"effective parameters  {gamma}",
+            *(f"note                  {choice}" for choice in choices),
+        ]
+        return "\n".join(lines)
+
+    def state(self) -> State:
+        """Mean, prior, tuning and tangent mode; structures add their curvature."""
+        prior, tangent = self.weight_prior, self.tangent
+        tensors = {"mean": self.mean, "prior.precision": prior.precision, "prior.mean": prior.mean}
+        if self.point is not self.mean:
+            tensors["point"] = self.point
+        if prior.scales is not None:
+            tensors["prior.scales"] = prior.scales
+        if tangent is not None:
+            tensors |= {"tangent.weights": tangent.weights, "tangent.statistics": tangent.statistics}
+        config = {
+            "structure": self.structure,
+            "fitted_likelihood": self.fitted_likelihood.to_config(),
+            "labels": [str(label) for label in prior.labels],
+            "group_of": prior.group_of,
+            "temperature": self.temperature,
+            "digest": self.curvature.digest,
+            "tuning": self.tuning and asdict(self.tuning),
+            "tangent": tangent and {name: getattr(tangent, name) for name in TANGENT},
+        }
+        return State(config, tensors)
+
+    @staticmethod
+    def _fields(state: State, network: Network, likelihood: Likelihood, facts: Facts) -> dict[str, Any]:
+        """The fields that every structure has, from a state."""
+        config, tensors = state.config, state.tensors
+        fitted = likelihood if likelihood.name == "custom" else from_config(config["fitted_likelihood"])
+        prior = WeightPrior(
+            network, tuple(config["labels"]), config["group_of"], tensors["prior.precision"], tensors["prior.mean"],
+            tensors.get("prior.scales"),
+        )  # fmt: skip
+        tangent = config["tangent"] and TangentMode(
+            weights=tensors["tangent.weights"], statistics=tensors["tangent.statistics"], **config["tangent"]
+        )
+        return {
+            "network": network,
+            "likelihood": likelihood,
+            "facts": facts,
+            "mean": tensors["mean"],
+            "point": tensors.get("point", tensors["mean"]),
+            "fitted_likelihood": fitted,
+            "prior": prior.to_prior(),
+            "weight_prior": prior,
+            "structure": config["structure"],
+            "temperature": config["temperature"],
+            "tuning": Tuning(**config["tuning"]) if config["tuning"] else None,
+            "tangent": tangent,
+        }
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse what is no positive number."""
+    if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
+        raise OptionError(
+            "Bad temperature", expected="a positive number", got=repr(temperature), do="use 1 for Bayes' rule"
+        )
+
+
+def refuse_options(reason: str, **options: Any) -> None:
+    """Refuse options that were given but have no meaning here: none is accepted and ignored."""
+    for name, value in options.items():
+        if value is not None:
+            raise OptionError(reason, expected=f"{name}=None", got=repr(value), do=f"leave {name} out")
