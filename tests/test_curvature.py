@@ -7,6 +7,7 @@ variances (after an inversion), 1e-4 for float32.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -691,6 +692,52 @@ def test_dense_curvature_by_factors_of_layers_at_few_positions_is_the_reference(
         [site.gather(torch.arange(len(expected)), few.network).flatten() for site in few.curvature.tape.plan.sites]
     )
     assert relative_error(rows.T @ rows, expected[order][:, order]) < (1e-9 if dtype == F64 else 1e-4)
+
+
+def _one_per_cent_more_rows(factors: Any, *outputs: slice, _rows: Any = gram._Factors.rows) -> Tensor:
+    return _rows(factors, *outputs) * 1.01
+
+
+def _one_per_cent_more_of_a_small_site(
+    total: gram.Gram, site: int, *rest: Any, _add: Any = gram.Gram._add_factored
+) -> None:
+    """Between the last layer and the rows of the convolution only, which are a small part of the sum."""
+    (begin, end), (start, stop) = total._spans[3], total._spans[1]
+    before = total._total[begin:end, start:stop].clone()
+    _add(total, site, *rest)
+    total._total[begin:end, start:stop] += 0.01 * (total._total[begin:end, start:stop] - before)
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+@pytest.mark.parametrize(
+    ("where", "wrong"),
+    [("_Factors.rows", _one_per_cent_more_rows), ("Gram._add_factored", _one_per_cent_more_of_a_small_site)],
+    ids=["rows", "products"],
+)
+def test_factors_that_are_wrong_are_noticed_and_not_used(
+    where: str, wrong: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a first fit, and in an update that adds to a sum that is there already."""
+    model = nn.Sequential(
+        nn.Linear(20, 12, bias=False), nn.Tanh(), nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(),
+        nn.Flatten(), nn.Linear(48, 15), nn.Tanh(), nn.Linear(15, 7),
+    ).to(dtype)  # fmt: skip
+    x, y = torch.randn(290, 20, dtype=dtype), torch.randint(7, (290,))
+    data = list(zip(x.split(145), y.split(145), strict=True))
+    right = lapis.laplace(model, data[:1], "classification", structure="dense", prior=PRIOR)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"lapis.curvature.blocks.gram.{where}", wrong)
+        posteriors = {
+            1: lapis.laplace(model, data[:1], "classification", structure="dense", prior=PRIOR),
+            2: lapis.laplace(model, data, "classification", structure="dense", prior=PRIOR),
+            3: right.update(data[1:]),
+        }
+    assert caplog.text.count(gram.FACTORED_PRODUCTS) == len(posteriors)
+    for key, posterior in posteriors.items():
+        n = 145 if key == 1 else 290
+        expected = reference.ggn(copy.deepcopy(model).double(), x[:n].double(), y[:n], categorical())
+        expected.diagonal().add_(PRIOR)
+        assert relative_error(posterior.precision(), expected) < (1e-9 if dtype == F64 else 1e-4)
 
 
 @pytest.mark.parametrize(
