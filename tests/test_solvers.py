@@ -263,6 +263,36 @@ def test_zero_right_hand_side_has_the_zero_solution() -> None:
     assert found.relative_residuals[0] == 0
 
 
+def test_an_energy_tolerance_stops_in_the_preconditioners_metric_without_a_product_more() -> None:
+    matrix = with_spectrum(torch.logspace(0, 2, 40))
+    metric = matrix + with_spectrum(torch.logspace(-1, 1, 40), seed=1)
+    inverse = torch.linalg.inv(metric)
+    vectors = torch.linalg.eigh(matrix).eigenvectors
+    # the second has converged before the first product, the third is exactly zero
+    rhs = torch.stack([normal(40), 1e-9 * vectors[:, 3], torch.zeros(40, dtype=torch.float64), vectors[:, 30]])
+    preconditioner = solvers.CallablePreconditioner(lambda v: v @ inverse)
+    counting = Counting(matrix)
+
+    def solve(**options: Any) -> solvers.CGResult:
+        return solvers.conjugate_gradients(counting.operator(), rhs, preconditioner=preconditioner, **options)
+
+    found = solve(energy_tolerance=1e-10)
+    assert found.products == sum(counting.blocks) == found.iterations.sum()
+    assert found.converged.all()
+    assert found.iterations[1] == found.iterations[2] == 0
+    left = rhs - found.solution @ matrix
+    assert ((left @ inverse * left).sum(1) <= 1.01e-10).all()
+    one_less = solve(energy_tolerance=1e-10, max_iterations=int(found.iterations.max()) - 1)
+    left = rhs - one_less.solution @ matrix
+    assert (left @ inverse * left).sum(1).max() > 1e-10
+    assert "max_iterations" in one_less.stopped
+    exact = solvers.CallablePreconditioner(lambda v: v @ torch.linalg.inv(matrix))
+    once = solvers.conjugate_gradients(
+        Operator.from_matrix(matrix), rhs[:1], preconditioner=exact, energy_tolerance=1e-9
+    )
+    assert once.products == 1
+
+
 def test_an_impossible_tolerance_is_reported_with_the_true_residual() -> None:
     matrix = with_spectrum(torch.logspace(0, 3, 50)).float()
     rhs = normal(2, 50, dtype=torch.float32)
@@ -782,6 +812,7 @@ def test_ill_posed_inputs_are_refused_with_what_to_do() -> None:
         (DataError, lambda: solvers.conjugate_gradients(operator, ones / 0)),
         (DataError, lambda: solvers.conjugate_gradients(operator, ones, start=ones[:1])),
         (OptionError, lambda: solvers.conjugate_gradients(operator, ones, tolerance=0.0)),
+        (OptionError, lambda: solvers.conjugate_gradients(operator, ones, energy_tolerance=0.0)),
         (OptionError, lambda: solvers.conjugate_gradients(operator, ones, max_iterations=-1)),
         (OptionError, lambda: solvers.conjugate_gradients(operator, ones, on_negative_curvature="ignore")),  # type: ignore[arg-type]
         (StructureError, lambda: solvers.conjugate_gradients(symmetric, ones)),

@@ -23,8 +23,10 @@ from lapis.errors import OptionError
 from lapis.evidence.dual import DualModel
 from lapis.likelihoods import Likelihood
 from lapis.priors import WeightPrior
+from lapis.solvers import CallablePreconditioner, Operator, conjugate_gradients
 
 Solve = Callable[[Tensor], Tensor]
+"""The posterior's covariance times weight vectors, (P,) or (k, P)."""
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,16 @@ class TangentProblem:
             if iteration == max_iterations:
                 break
             goal = min(0.1, remaining / max(1.0, abs(value))) ** 2 if likelihood.name != "gaussian" else 0.0
-            step, used = _conjugate_gradients(
-                lambda v, f=f: loss.curvature(v, f),  # type: ignore[misc]
-                -gradient,
-                precondition,
-                stop=max(0.01 * nats, goal * remaining),
-                limit=max(1, max_products - products),
+            solved = conjugate_gradients(
+                loss.curvature(f),
+                -gradient[None],
+                preconditioner=CallablePreconditioner(precondition),
+                energy_tolerance=2 * max(0.01 * nats, goal * remaining),
+                max_iterations=max(1, max_products - products),
+                on_negative_curvature="flag",  # rounding, as the tangent model is convex: the step is good up to there
             )
-            products += used
+            step = solved.solution[0]
+            products += solved.products
             change = [part[0] for part in self.jacobian.forward(step[None])]
             length, after = loss.search(f, theta, change, step, value, float(gradient @ step))
             if length == 0.0:
@@ -201,10 +205,15 @@ class _Loss:
         pull = self.prior.vector() * (theta - self.prior.mean)
         return self.problem.jacobian.backward(seeds)[0] / self.temperature + pull
 
-    def curvature(self, vector: Tensor, f: Sequence[Tensor]) -> Tensor:
-        """(J^T H J / T + Lambda) v, with the likelihood's curvature H at outputs f."""
-        product = self.problem.jacobian.ggn(vector[None], self.likelihood, self.problem.targets, f)[0]
-        return product / self.temperature + self.prior.vector() * vector
+    def curvature(self, f: Sequence[Tensor]) -> Operator:
+        """J^T H J / T + Lambda, with the likelihood's curvature H at outputs f."""
+        jacobian, precision = self.problem.jacobian, self.prior.vector()
+
+        def product(vectors: Tensor) -> Tensor:
+            data = jacobian.ggn(vectors, self.likelihood, self.problem.targets, f)
+            return data / self.temperature + precision * vectors
+
+        return Operator(product, jacobian.size, torch.float64, self.problem.centre.device)
 
     def search(
         self, f: Sequence[Tensor], theta: Tensor, change: Sequence[Tensor], step: Tensor, value: float, slope: float
@@ -218,26 +227,3 @@ class _Loss:
                 return length, after
             length /= 2
         return 0.0, value
-
-
-def _conjugate_gradients(
-    multiply: Callable[[Tensor], Tensor], b: Tensor, precondition: Solve, *, stop: float, limit: int
-) -> tuple[Tensor, int]:
-    """x with A x = b up to 1/2 |A x - b|^2 <= stop in the preconditioner's metric, and the number of products."""
-    x, residual = torch.zeros_like(b), b
-    z = precondition(residual)
-    direction, size = z, float(residual @ z)
-    for used in range(limit):
-        if 0.5 * size <= stop:
-            return x, used
-        product = multiply(direction)
-        curvature = float(direction @ product)
-        if curvature <= 0:  # rounding: the direction holds nothing more
-            return x, used + 1
-        alpha = size / curvature
-        x = x + alpha * direction
-        residual = residual - alpha * product
-        z = precondition(residual)
-        size, previous = float(residual @ z), size
-        direction = z + (size / previous) * direction
-    return x, limit

@@ -2,7 +2,9 @@
 
 Each right-hand side runs its own recursion and leaves the block when done, so that products are spent only on the
 others. The recursive residual drifts from b - A x in floating point; before a solve is called converged the true
-residual is computed, and where it is still too large the recursion restarts from it.
+residual is computed, and where it is still too large the recursion restarts from it. The exception is a solve to an
+`energy_tolerance`, for callers that correct the solution themselves and count every product: there the recursive
+residual decides, and no product is spent on the true one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lapis.errors import NotPositiveDefiniteError
+from lapis.errors import NotPositiveDefiniteError, OptionError
 from lapis.options import check_choice, check_count
 from lapis.progress import track
 from lapis.solvers.operator import Operator, checked_block, checked_tolerance, dots, norms, require
@@ -40,7 +42,8 @@ class CGProgress:
 class CGResult:
     """Solutions with their statistics; entry i of each belongs to right-hand side i.
 
-    solution (k, P); iterations (k,) int64; residual_norms (k,) float64: |b - A x|, computed anew at the end;
+    solution (k, P); iterations (k,) int64; residual_norms (k,) float64: |b - A x|, computed anew at the end (the
+    recursive one with `energy_tolerance`);
     relative_residuals (k,): the same over |b| (0 for b = 0); stopped: why, one of "converged", "max_iterations",
     "stagnated" (rounding allows no better), "negative_curvature" (x is the last iterate before it), "callback";
     products: vectors that A was applied to.
@@ -66,6 +69,7 @@ def conjugate_gradients(
     preconditioner: Preconditioner | None = None,
     start: Tensor | None = None,
     tolerance: float | None = None,
+    energy_tolerance: float | None = None,
     max_iterations: int = 1000,
     on_negative_curvature: OnNegativeCurvature = "raise",
     callback: Callable[[CGProgress], bool | None] | None = None,
@@ -81,6 +85,9 @@ def conjugate_gradients(
         preconditioner: M, close to A and cheap to invert.
         start: (k, P), where to start: zero, or an earlier solution. A solve cut short goes on from its own solution.
         tolerance: relative; sqrt(eps) of the dtype when None.
+        energy_tolerance: a stopping rule in the preconditioner's metric that replaces `tolerance`: stop as soon as the
+            recursive residual r has r^T M^-1 r at most this, an absolute number > 0. For M = A that is the squared
+            error |x_i - x|^2_A. Takes exactly as many products as iterations, one more with a `start`.
         max_iterations: of the block, restarts included.
         on_negative_curvature: a direction with p^T A p <= 0 proves that A is not positive definite: "raise" a
             NotPositiveDefiniteError, or "flag" that right-hand side in the result and go on with the others.
@@ -95,9 +102,13 @@ def conjugate_gradients(
     rhs = checked_block(operator, rhs, "The right-hand side")
     if start is not None:
         start = checked_block(operator, start, "The starting point", rows=len(rhs))
+    if energy_tolerance is not None and not energy_tolerance > 0:
+        raise OptionError("Bad energy_tolerance", expected="a number > 0", got=repr(energy_tolerance), do="try 1e-12")
     preconditioner = preconditioner or Identity()
     preconditioner.check(operator)
-    run = _Run(operator, preconditioner, rhs, start, checked_tolerance(operator, tolerance))
+    relative = checked_tolerance(operator, tolerance)
+    run = _Run(operator, preconditioner, rhs, start, relative if energy_tolerance is None else 0.0)
+    run.energy_target = energy_tolerance
     run.flag = on_negative_curvature == "flag"
     for iteration in track(run.iterate(max_iterations), "conjugate gradients", max_iterations, progress):
         if callback is not None and callback(CGProgress(iteration, run.norms.clone(), run.solution)):
@@ -119,6 +130,7 @@ class _Run:
         self.iterations = torch.zeros(len(rhs), dtype=torch.int64, device=rhs.device)
         self.stopped: list[Stop | None] = [None] * len(rhs)
         self.products, self.flag, self.halted = 0, False, False
+        self.energy_target: float | None = None
         self.norms = self.scale.clone()
         self.rows = torch.arange(len(rhs), device=rhs.device)
         self.residual = rhs.clone() if start is None else self._true_residual(self.rows)
@@ -136,8 +148,11 @@ class _Run:
             for _ in self._recursion(left):
                 left -= 1
                 yield max_iterations - left
-            self.residual = self._true_residual(self.rows)
+            if self.energy_target is None:
+                self.residual = self._true_residual(self.rows)
             self._settle("converged", self.norms <= self.target)
+            if self.energy_target is not None:
+                break
             if left > 0 and not self.halted:
                 stuck = torch.zeros_like(self.norms, dtype=torch.bool)
                 stuck[self.rows] = self.norms[self.rows] > STAGNATION * before
@@ -146,11 +161,17 @@ class _Run:
 
     def _recursion(self, budget: int) -> Iterator[None]:
         """The textbook recursion on `rows` from `residual`, which it uses up, until its own residuals are small."""
-        rows, residual = self.rows, self.residual
-        # A recursive residual below eps |b| says nothing any more (and its square would underflow in float32).
-        target = torch.maximum(self.target, torch.finfo(residual.dtype).eps * self.scale)
+        rows, residual, target = self.rows, self.residual, self.target
+        if self.energy_target is None:
+            # A recursive residual below eps |b| says nothing any more (and its square would underflow in float32).
+            target = torch.maximum(target, torch.finfo(residual.dtype).eps * self.scale)
         direction = self.preconditioner.solve(residual).clone()
         energy = self._energy(residual, direction)
+        active = self._above_energy_target(rows, energy)
+        if not active.any():
+            return
+        if not active.all():
+            rows, residual, direction, energy = rows[active], residual[active], direction[active], energy[active]
         for _ in range(budget):
             image = self._apply(direction)
             curvature = dots(direction, image)
@@ -178,15 +199,20 @@ class _Run:
             conditioned = self.preconditioner.solve(residual)
             previous, energy = energy, self._energy(residual, conditioned)
             direction.mul_((energy / previous).to(direction.dtype)[:, None]).add_(conditioned)
+            active = self._above_energy_target(rows, energy)
+            if not active.any():
+                return
+            if not active.all():
+                rows, residual, direction, energy = rows[active], residual[active], direction[active], energy[active]
 
     def _apply(self, vectors: Tensor) -> Tensor:
         self.products += len(vectors)
         return self.operator(vectors)
 
     def _energy(self, residual: Tensor, conditioned: Tensor) -> Tensor:
-        """r^T M^-1 r, positive for a sound preconditioner."""
+        """r^T M^-1 r, positive for a sound preconditioner; next to an energy target, not positive is rounding."""
         energy = dots(residual, conditioned)
-        if not (energy > 0).all():
+        if self.energy_target is None and not (energy > 0).all():
             raise NotPositiveDefiniteError(
                 "The preconditioner is not positive definite",
                 expected="r^T M^-1 r > 0",
@@ -194,6 +220,16 @@ class _Run:
                 do="use another one, or none",
             )
         return energy
+
+    def _above_energy_target(self, rows: Tensor, energy: Tensor) -> Tensor:
+        """Which of `rows` are to go on; the others are settled. All of them when the energy is not the criterion."""
+        if self.energy_target is None:
+            return torch.ones_like(rows, dtype=torch.bool)
+        above = energy > self.energy_target
+        mask = torch.zeros_like(self.norms, dtype=torch.bool)
+        mask[rows[~above]] = True
+        self._settle("converged", mask)
+        return above
 
     def _negative_curvature(self, rows: Tensor, quotients: Tensor) -> None:
         if not self.flag:
