@@ -647,9 +647,9 @@ def option_case(name: str, value: Any, *says: str) -> None:
     TABLE[f"{name}_of_{value}"] = Bad(OptionError, says, prepare)
 
 
-option_case("curvature", "natural", "'natural'", "'empirical'")
-option_case("sharing", "average", "'average'", "'reduce'")
-option_case("bias", "none", "'none'", "'separate'")
+option_case("curvature", "natural", "'natural'", '"empirical"')
+option_case("sharing", "average", "'average'", '"reduce"')
+option_case("bias", "none", "'none'", '"separate"')
 option_case("temperature", 0.0, "positive")
 option_case("temperature", -1, "positive")
 option_case("temperature", math.nan, "positive")

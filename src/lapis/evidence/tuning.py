@@ -16,6 +16,7 @@ from lapis.errors import LapisWarning, NotPositiveDefiniteError, OptionError
 from lapis.evidence import gradient, newton
 from lapis.evidence.fixed_point import climb
 from lapis.evidence.point import LARGEST_LOG, Evaluate, Point, limits
+from lapis.options import check_choice, check_count
 
 Method = Literal["gradient", "fixed_point"]
 
@@ -83,17 +84,10 @@ def tune(
         tolerance: on MacKay's equations: their largest relative error (gradient, default 1e-6), or the largest step
             in a logarithm (fixed point, default 1e-8).
     """
-    if method not in get_args(Method):
-        raise OptionError(
-            "Unknown method of tuning", expected='"gradient" or "fixed_point"', got=repr(method), do="choose one"
-        )
-    if max_iterations < 1 or (tolerance is not None and not tolerance > 0):
-        raise OptionError(
-            "Tuning cannot end like this",
-            expected="max_iterations >= 1 and tolerance > 0",
-            got=f"max_iterations={max_iterations}, tolerance={tolerance}",
-            do="leave them out",
-        )
+    check_choice("method", method, get_args(Method))
+    check_count("max_iterations", max_iterations)
+    if tolerance is not None and not tolerance > 0:
+        raise OptionError("Bad tolerance", expected="a number > 0", got=repr(tolerance), do="leave it out")
     logs = start.detach().cpu().double().log().clamp(-LARGEST_LOG, LARGEST_LOG).numpy()
     first = evaluate(logs)
     if first is None:

@@ -14,9 +14,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lapis.errors import NotPositiveDefiniteError, OptionError
+from lapis.errors import NotPositiveDefiniteError
+from lapis.options import check_choice, check_count
 from lapis.progress import track
-from lapis.solvers.operator import Operator, check_count, checked_block, checked_tolerance, dots, norms, require
+from lapis.solvers.operator import Operator, checked_block, checked_tolerance, dots, norms, require
 from lapis.solvers.preconditioners import Identity, Preconditioner
 
 Stop = Literal["converged", "max_iterations", "stagnated", "negative_curvature", "callback"]
@@ -90,13 +91,7 @@ def conjugate_gradients(
     """
     require(operator, "positive_definite", "Conjugate gradients")
     check_count("max_iterations", max_iterations, least=0)
-    if on_negative_curvature not in get_args(OnNegativeCurvature):
-        raise OptionError(
-            "Unknown on_negative_curvature",
-            expected='"raise" or "flag"',
-            got=repr(on_negative_curvature),
-            do="choose one",
-        )
+    check_choice("on_negative_curvature", on_negative_curvature, get_args(OnNegativeCurvature))
     rhs = checked_block(operator, rhs, "The right-hand side")
     if start is not None:
         start = checked_block(operator, start, "The starting point", rows=len(rhs))

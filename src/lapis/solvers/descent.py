@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError, OptionError
+from lapis.options import check_count
 from lapis.progress import track
 from lapis.solvers.eigen import largest_eigenvalue
-from lapis.solvers.operator import Operator, check_count, norms
+from lapis.solvers.operator import Operator, norms
 
 Averaging = Literal["tail", "geometric", "none"]
 Gradient = Callable[[Tensor, int], Tensor]
@@ -48,7 +49,7 @@ class SGDSettings:
     tail: float = 0.5
 
     def __post_init__(self) -> None:
-        check_count("The number of steps", self.steps)
+        check_count("steps", self.steps)
         ranges = {
             "learning_rate": (0 < self.learning_rate < float("inf"), "a number > 0"),
             "momentum": (0 <= self.momentum < 1, "a number in [0, 1)"),

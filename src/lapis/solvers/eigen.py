@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lapis.errors import OptionError
+from lapis.options import check_count
 from lapis.progress import track
 from lapis.solvers.krylov import lanczos
 from lapis.solvers.operator import (
     Operator,
-    check_count,
     checked_block,
     checked_tolerance,
     normal_block,
@@ -211,7 +211,7 @@ def largest_eigenvalue(operator: Operator, *, steps: int = 20, generator: torch.
 
 def _goal(operator: Operator, rank: int, threshold: float | None, tolerance: float | None) -> _Goal:
     require(operator, "symmetric", "An eigenvalue solver")
-    check_count("The rank", rank, most=operator.size)
+    check_count("rank", rank, most=operator.size)
     if threshold is not None and not threshold > 0:
         raise OptionError(
             "No threshold on eigenvalues",

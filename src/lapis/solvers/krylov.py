@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError
+from lapis.options import check_count
 from lapis.progress import track
-from lapis.solvers.operator import Operator, check_count, checked_block, dots, normal_block, norms, require
+from lapis.solvers.operator import Operator, checked_block, dots, normal_block, norms, require
 
 Enough = Callable[[Tensor, Tensor], bool]
 
@@ -78,7 +79,7 @@ def lanczos(
         progress: show a bar (None: on a terminal only).
     """
     require(operator, "symmetric", "Lanczos")
-    check_count("The number of Lanczos steps", steps, most=operator.size)
+    check_count("steps", steps, most=operator.size)
     first = normal_block(operator, 1, generator) if start is None else start.reshape(1, -1)
     run = _Run(operator, steps, _checked_starts(operator, first), generator)
     asked = 0
@@ -132,7 +133,7 @@ def lanczos_coefficients(
     lies in A's spectrum and leaves e_1^T f(T) e_1 unchanged.
     """
     require(operator, "symmetric", "Lanczos")
-    check_count("The number of Lanczos steps", steps, most=operator.size)
+    check_count("steps", steps, most=operator.size)
     starts = _checked_starts(operator, starts)
     kept = steps if reorthogonalise else 0
     basis = torch.empty(len(starts), kept, operator.size, dtype=operator.dtype, device=operator.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError, NotPositiveDefiniteError, OptionError, StructureError
+from lapis.options import check_choice, check_count
 
 Property = Literal["general", "symmetric", "positive_definite"]
 
@@ -38,7 +39,7 @@ class Operator:
     property: Property = "positive_definite"
 
     def __post_init__(self) -> None:
-        check_count("The operator's size", self.size)
+        check_count("size", self.size)
         # With its index ("cuda" is "cuda:0"), as tensors say it.
         object.__setattr__(self, "device", torch.empty(0, device=self.device).device)
         if self.dtype not in (torch.float32, torch.float64):
@@ -48,13 +49,7 @@ class Operator:
                 got=str(self.dtype),
                 do="convert the matrix or its product",
             )
-        if self.property not in get_args(Property):
-            raise OptionError(
-                "Unknown property of an operator",
-                expected=", ".join(get_args(Property)),
-                got=repr(self.property),
-                do="choose one",
-            )
+        check_choice("property", self.property, get_args(Property))
 
     @staticmethod
     def from_matrix(matrix: Tensor, property: Property = "positive_definite") -> Operator:
@@ -155,19 +150,6 @@ def checked_block(operator: Operator, vectors: Tensor, name: str, rows: int | No
     if not torch.isfinite(vectors).all():
         raise DataError(f"{name} is not finite", expected=expected, got="inf or nan", do="repair it before the solve")
     return vectors.detach()
-
-
-def check_count(name: str, value: int, least: int = 1, most: int | None = None) -> None:
-    """OptionError unless `value` is a whole number in [least, most]."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least or (most is not None and value > most):
-        upper = "" if most is None else f" and <= {most}"
-        raise OptionError(
-            f"{name} has no meaning",
-            expected=f"a whole number >= {least}{upper}",
-            got=repr(value),
-            do=f"pass such a {name}",
-        )
 
 
 def checked_tolerance(operator: Operator, tolerance: float | None) -> float:

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lapis.errors import OptionError
-from lapis.solvers.operator import Operator, check_count, normal_block
+from lapis.options import check_choice, check_count
+from lapis.solvers.operator import Operator, normal_block
 
 Kind = Literal["rademacher", "gaussian"]
 
@@ -40,12 +40,9 @@ def probe_blocks(
 
     Rademacher signs have the least variance for traces when nothing is known of A; Gaussians suit invariant arguments.
     """
-    check_count("The number of probes", count, least=2)
+    check_count("probes", count, least=2)
     check_count("block", block)
-    if kind not in get_args(Kind):
-        raise OptionError(
-            "Unknown kind of probe", expected='"rademacher" or "gaussian"', got=repr(kind), do="choose one"
-        )
+    check_choice("kind", kind, get_args(Kind))
     for first in range(0, count, block):
         rows = normal_block(operator, min(block, count - first), generator)
         yield torch.where(rows < 0, -1, 1).to(rows.dtype) if kind == "rademacher" else rows

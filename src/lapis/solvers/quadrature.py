@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lapis.errors import NotPositiveDefiniteError, OptionError
+from lapis.options import check_count
 from lapis.progress import track
 from lapis.solvers.krylov import lanczos_coefficients, tridiagonal
-from lapis.solvers.operator import Operator, check_count, dots, require
+from lapis.solvers.operator import Operator, dots, require
 from lapis.solvers.preconditioners import Preconditioner, preconditioned
 from lapis.solvers.probes import Estimate, Kind, mean_estimate, probe_blocks
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapis.solvers.operator import Operator, check_count, dots, normal_block
+from lapis.options import check_count
+from lapis.solvers.operator import Operator, dots, normal_block
 from lapis.solvers.probes import Estimate, Kind, mean_estimate, probe_blocks
 
 
@@ -45,7 +46,7 @@ def hutch_plus_plus(operator: Operator, *, products: int, generator: torch.Gener
 
     Meyer, Musco, Musco, Woodruff, "Hutch++: Optimal Stochastic Trace Estimation", 2021.
     """
-    check_count("The number of products", products, least=6)
+    check_count("products", products, least=6)
     sketch = min(products // 3, operator.size)
     basis = torch.linalg.qr(applied_in_blocks(operator, normal_block(operator, sketch, generator), block).mT).Q.mT
     captured = dots(basis, applied_in_blocks(operator, basis, block)).sum()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapis.solvers.operator import Operator, check_count, dots, normal_block
+from lapis.options import check_count
+from lapis.solvers.operator import Operator, dots, normal_block
 from lapis.solvers.probes import Estimate
 from lapis.solvers.trace import applied_in_blocks
 
@@ -32,7 +33,7 @@ def xtrace(operator: Operator, *, products: int, generator: torch.Generator, blo
 
     `products` in [4, 2 P]; memory 6 blocks of (m, P).
     """
-    check_count("The number of products", products, least=4, most=2 * operator.size)
+    check_count("products", products, least=4, most=2 * operator.size)
     m = products // 2
     probes = normal_block(operator, m, generator)
     images = applied_in_blocks(operator, probes, block)

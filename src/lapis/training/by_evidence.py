@@ -20,6 +20,7 @@ from lapis.evidence import Training
 from lapis.likelihoods import Likelihood, from_config
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network
+from lapis.options import check_choice, check_count
 from lapis.posteriors import LaplacePosterior
 from lapis.posteriors.laplace.fit import laplace
 from lapis.priors import Prior, WeightPrior, as_prior
@@ -375,21 +376,15 @@ def _check(
     epochs: int, burn_in: int, every: int, steps: int, batch_size: int, patience: int | None, schedule: str,
     optimiser: Any, rate: float,
 ) -> None:  # fmt: skip
-    for name, number in (
-        ("epochs", epochs),
-        ("burn_in", burn_in),
-        ("every", every),
-        ("hyper_steps", steps),
-        ("batch_size", batch_size),
-        ("patience", 1 if patience is None else patience),
-    ):
-        if number < 1:
-            raise OptionError(f"Bad {name}", expected="at least 1", got=str(number), do="pass a positive number")
-    if schedule not in ("cosine", "constant"):
-        raise OptionError("Unknown schedule", expected='"cosine" or "constant"', got=repr(schedule), do="choose one")
-    if isinstance(optimiser, str) and optimiser not in OPTIMISERS:
-        raise OptionError(
-            "Unknown optimiser", expected=", ".join(map(repr, OPTIMISERS)), got=repr(optimiser), do="or pass a function"
-        )
+    check_count("epochs", epochs)
+    check_count("burn_in", burn_in)
+    check_count("every", every)
+    check_count("hyper_steps", steps)
+    check_count("batch_size", batch_size)
+    if patience is not None:
+        check_count("patience", patience)
+    check_choice("schedule", schedule, ("cosine", "constant"))
+    if not callable(optimiser):
+        check_choice("optimiser", optimiser, OPTIMISERS)
     if not (math.isfinite(rate) and rate > 0):
         raise OptionError("Bad learning_rate", expected="a positive number", got=str(rate), do="try 1e-3")

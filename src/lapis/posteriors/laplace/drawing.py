@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.errors import FileError, LapisWarning, OptionError
+from lapis.options import check_choice, check_count
 from lapis.posteriors.files import read, write
 from lapis.posteriors.laplace.drawn import Drawing, DrawnPosterior
 from lapis.solvers import CGProgress, Operator, SGDSettings, SGDState, sgd, sgd_learning_rate
@@ -70,8 +71,7 @@ def options(
     clip: float | None,
 ) -> Options:
     """Checked options; those of SGD have no meaning for conjugate gradients."""
-    if method not in ("cg", "sgd"):
-        raise OptionError("Unknown method of drawing", expected='"cg" or "sgd"', got=repr(method), do="choose one")
+    check_choice("method", method, ("cg", "sgd"))
     if method == "cg":
         given = {"objective": objective, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
         given["clip"] = clip
@@ -85,12 +85,10 @@ def options(
                 )
         return Options(k, method, None, None, None, None, None)
     objective = "low_noise" if objective is None else objective
-    if objective not in ("noisy", "low_noise"):
-        raise OptionError("Unknown objective", expected='"noisy" or "low_noise"', got=repr(objective), do="choose one")
+    check_choice("objective", objective, ("noisy", "low_noise"))
     epochs, batch_size = 20 if epochs is None else epochs, 128 if batch_size is None else batch_size
-    for name, number in (("epochs", epochs), ("batch_size", batch_size)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise OptionError(f"Bad {name}", expected="a whole number >= 1", got=repr(number), do="pass a positive one")
+    check_count("epochs", epochs)
+    check_count("batch_size", batch_size)
     return Options(k, method, objective, epochs, batch_size, learning_rate, clip)
 
 

@@ -24,6 +24,7 @@ from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, Weights
+from lapis.options import check_choice, check_count
 from lapis.posteriors.base import check_temperature
 from lapis.posteriors.laplace.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
@@ -308,25 +309,12 @@ def _check_options(
     rank: int | None,
 ) -> None:
     check_temperature(temperature)
-    for name, value, allowed in (
-        ("curvature", curvature, tuple(CURVATURES)),
-        ("sharing", sharing, ("expand", "reduce")),
-        ("bias", bias, ("joint", "separate")),
-    ):
-        if value not in allowed:
-            raise OptionError(
-                f"Unknown {name}",
-                expected=", ".join(map(repr, allowed)),
-                got=repr(value),
-                do="choose one of these",
-            )
-    for name, number in (
-        ("fisher_samples", fisher_samples),
-        ("batch_size", 1 if batch_size is None else batch_size),
-        ("memory_budget", budget),
-        ("rank", 1 if rank is None else rank),
-    ):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise OptionError(
-                f"Bad {name}", expected="a whole number, at least 1", got=repr(number), do="pass a positive number"
-            )
+    check_choice("curvature", curvature, CURVATURES)
+    check_choice("sharing", sharing, ("expand", "reduce"))
+    check_choice("bias", bias, ("joint", "separate"))
+    check_count("fisher_samples", fisher_samples)
+    check_count("memory_budget", budget)
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
+    if rank is not None:
+        check_count("rank", rank)
