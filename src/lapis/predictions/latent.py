@@ -58,6 +58,11 @@ class LatentGaussian:
             _check_shape("joint covariance", self.joint, (total, total))
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """(B, T, C)."""
+        return tuple(self.mean.shape)
+
+    @property
     def blocks(self) -> Tensor | None:
         """Covariance of each position's outputs, (B, T, C, C), cut out of the joint one if need be."""
         if self.covariance is not None or self.joint is None:
@@ -125,6 +130,11 @@ class LatentSamples:
             )
         _fill_raw_shape(self)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(B, T, C)."""
+        return tuple(self.values.shape[1:])
+
     @cached_property
     def mean(self) -> Tensor:
         return self.values.mean(0)
@@ -171,7 +181,7 @@ class LatentMixture:
                 got=f"shape {tuple(weights.shape)}, sum {total:.6g}: {weights.flatten()[:8].tolist()}",
                 do="divide the weights by their sum",
             )
-        kinds = [(tuple(part.mean.shape), part.raw_shape, part.is_joint) for part in self.parts]
+        kinds = [(part.shape, part.raw_shape, part.is_joint) for part in self.parts]
         for kind in kinds:
             if kind != kinds[0]:
                 raise ModelError(
@@ -184,7 +194,13 @@ class LatentMixture:
         object.__setattr__(self, "weights", weights / total)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """(B, T, C)."""
+        return self.parts[0].shape
+
+    @property
     def raw_shape(self) -> tuple[int, ...]:
+        """Shape of the network's own output, the same for all parts."""
         return self.parts[0].raw_shape
 
     @property
@@ -220,7 +236,7 @@ class LatentMixture:
 
 
 Latent = LatentGaussian | LatentSamples | LatentMixture
-"""A distribution of the outputs. All have mean, variance, blocks, is_joint and raw_shape."""
+"""A distribution of the outputs. All have shape, raw_shape, mean, variance, blocks and is_joint."""
 
 
 def square_root(covariance: Tensor) -> Tensor:
@@ -241,11 +257,10 @@ def square_root(covariance: Tensor) -> Tensor:
 
 def _fill_raw_shape(latent: LatentGaussian | LatentSamples) -> None:
     """Give a latent without a raw shape the default one, and refuse a raw shape that does not fit its outputs."""
-    canonical = latent.values.shape[1:] if isinstance(latent, LatentSamples) else latent.mean.shape
-    batch, positions, outputs = canonical
+    batch, positions, outputs = latent.shape
     default = (batch, outputs) if positions == 1 else (batch, positions, outputs)
     shape = tuple(latent.raw_shape or default)
-    if shape[0] != batch or math.prod(shape) != canonical.numel():
+    if shape[0] != batch or math.prod(shape) != math.prod(latent.shape):
         raise ModelError(
             "The shape of the network's own output does not fit its canonical outputs",
             expected=f"{batch} examples with {positions} x {outputs} outputs each",
