@@ -53,7 +53,7 @@ def main() -> None:
     rows, found = [], []
     for k in DRAWS:
         runs = [
-            posterior.tune(draws=k, rounds=20, tolerance=5e-3, generator=torch.Generator().manual_seed(seed))
+            posterior.tune(samples=k, max_iterations=20, tolerance=5e-3, generator=torch.Generator().manual_seed(seed))
             for seed in range(repeats)
         ]
         ratios = torch.tensor([float(run.weight_prior.precision) / best for run in runs], dtype=torch.float64)

@@ -19,7 +19,7 @@ from lapis.errors import ModelError
 from lapis.network import Network
 from lapis.posteriors.predicting import sampled
 from lapis.posteriors.predicting.drawn_network import Matrix
-from lapis.posteriors.predicting.head import find_ending
+from lapis.posteriors.predicting.head import find_head
 from lapis.proofs import Proofs
 from reference import case_data
 from untouched import untouched
@@ -272,6 +272,6 @@ def test_only_the_part_that_differs_between_draws_runs_for_each(
     assert torch.allclose(found.latent.values[:, :, 0], expected, rtol=1e-9, atol=1e-12)
     network = Network(model, weights, x)
     with network.prepared():
-        ending = find_ending(network, x)
+        ending = find_head(network, x)
     assert (None if ending is None else ending.name) == name
     assert all(not module._forward_hooks for module in model.modules())

@@ -79,7 +79,7 @@ def test_solves_and_variances_are_those_of_the_dense_matrix(name: str) -> None:
     for space in ("weights", "outputs"):
         close(implicit(name, space).solve(vector), torch.linalg.solve(exact, vector))
     _, x, _, _ = case_data(name)
-    latent, _ = implicit(name)._linearised(first_of(x), "full")
+    latent = implicit(name)._linearised(first_of(x), "full")
     rows = case_jacobians(name)[0].reshape(*latent.mean.shape[1:], -1)
     close(latent.covariance[0], torch.stack([row @ torch.linalg.solve(exact, row.T) for row in rows]))
 
@@ -146,7 +146,7 @@ def test_low_rank_with_every_eigenpair_is_dense(name: str) -> None:
     prior = lapis.Prior(PRECISION, "parameter")
     with untouched(model):
         found = lapis.laplace(model, (x, y), spec.build(), structure="lowrank", rank=size, prior=prior)
-        latent, _ = found._linearised(x, "full")
+        latent = found._linearised(x, "full")
     close(found.precision(), precision(name))
     close(found._logdet(), torch.logdet(precision(name)))
     close(found.marginal_variance(), torch.linalg.inv(precision(name)).diagonal())
@@ -234,26 +234,26 @@ def test_a_kronecker_preconditioner_changes_the_work_and_not_the_answer() -> Non
 def test_sgd_comes_to_the_draws_that_cg_solves_for(objective: Any) -> None:
     posterior, *_ = small_problem()
     exact = posterior.draw(4, generator=generator(2))
-    found = posterior.draw(4, method="sgd", objective=objective, epochs=1500, batch_size=15, generator=generator(2))
+    found = posterior.draw(4, solver="sgd", objective=objective, epochs=1500, batch_size=15, generator=generator(2))
     error = (found.deviations - exact.deviations).norm() / exact.deviations.norm()
     assert float(error) < (0.05 if objective == "noisy" else 0.02)
     assert max(found.drawing.residuals) < 0.1
 
 
-@pytest.mark.parametrize("method", ["cg", "sgd"])
+@pytest.mark.parametrize("solver", ["cg", "sgd"])
 def test_an_interrupted_draw_goes_on_where_it_stopped(
-    method: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    solver: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posterior, model, *_ = small_problem()
-    options: dict[str, Any] = {"method": method, "generator": None}
-    if method == "sgd":
+    options: dict[str, Any] = {"solver": solver, "generator": None}
+    if solver == "sgd":
         options |= {"epochs": 40, "batch_size": 10}
     whole = posterior.draw(3, **options)
     product, calls = lapis.curvature.products.ggn.ImplicitCurvature.product, []
 
     def interrupted(self: Any, vectors: Tensor) -> Tensor:
         calls.append(len(vectors))
-        if len(calls) == (9 if method == "cg" else 90):
+        if len(calls) == (9 if solver == "cg" else 90):
             raise KeyboardInterrupt
         return product(self, vectors)
 
@@ -267,7 +267,7 @@ def test_an_interrupted_draw_goes_on_where_it_stopped(
     with monkeypatch.context() as patch:
         patch.setattr(lapis.curvature.products.ggn.ImplicitCurvature, "product", interrupted)
         resumed = posterior.draw(3, **options, checkpoint=path)
-    if method == "sgd":
+    if solver == "sgd":
         assert torch.equal(resumed.deviations, whole.deviations)
         assert len(calls) - count < 120 - 60
     close(resumed.deviations, whole.deviations)
@@ -438,7 +438,7 @@ def test_tuning_from_many_draws_comes_to_the_exact_fixed_point(space: str, mode:
     if mode:
         found, exact = found.at_tangent_mode(), exact.at_tangent_mode((x, y))
     exact = exact.tune(method="fixed_point")
-    found = found.tune(draws=200, rounds=30, tolerance=1e-4)
+    found = found.tune(samples=200, max_iterations=30, tolerance=1e-4)
     assert found.tuning.converged
     assert len(found.tuning.path) == found.tuning.iterations
     gamma = float(exact.effective_parameters())
@@ -454,7 +454,7 @@ def test_groups_are_tuned_from_draws_too() -> None:
     model, x, y = regression()
     found = lapis.laplace(model, (x, y), lapis.Gaussian(0.1), structure="implicit")
     exact = lapis.laplace(model, (x, y), lapis.Gaussian(0.1), structure="dense").tune(groups="layer", noise=False)
-    found = found.tune(draws=400, groups="layer", noise=False, rounds=60)
+    found = found.tune(samples=400, groups="layer", noise=False, max_iterations=60)
     logs = (found.weight_prior.precision / exact.weight_prior.precision).log()
     assert float(logs.abs().max()) < 0.35
     with pytest.raises(lapis.OptionError, match="every weight"):
@@ -468,7 +468,7 @@ def test_the_g_prior_is_the_diagonal_of_the_ggn_and_undoes_rescaled_weights() ->
     prior = posterior.g_prior(2.0, samples=2000)
     exact = (lapis.laplace(model, (x, y), lapis.Gaussian(0.1), structure="dense").precision().diagonal() - 1) / 40
     assert float((prior.scales / exact - 1).abs().max()) < 6 * math.sqrt(2 / 2000)
-    tuned = posterior.with_prior(prior).tune(draws=8)
+    tuned = posterior.with_prior(prior).tune(samples=8)
     assert tuned.weight_prior.scales is not None
     dense_prior = lapis.laplace(model, (x, y), lapis.Gaussian(0.1), structure="dense", prior=prior)
     close(posterior.with_prior(prior).solve(draw(1, 31)), dense_prior.solve(draw(1, 31)))
@@ -500,12 +500,12 @@ def test_bad_options_of_a_fit_are_refused(options: dict[str, Any], match: str) -
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"method": "adam"}, "Unknown method"),
+        ({"solver": "adam"}, "Unknown solver"),
         ({"objective": "noisy"}, "no objective"),
         ({"epochs": 3}, "no epochs"),
-        ({"method": "sgd", "objective": "quiet"}, "Unknown objective"),
-        ({"method": "sgd", "epochs": 0}, "Bad epochs"),
-        ({"k": 0}, "Nothing to sample"),
+        ({"solver": "sgd", "objective": "quiet"}, "Unknown objective"),
+        ({"solver": "sgd", "epochs": 0}, "Bad epochs"),
+        ({"samples": 0}, "Bad samples"),
     ],
 )
 def test_bad_options_of_a_draw_are_refused(options: dict[str, Any], match: str) -> None:
@@ -519,7 +519,7 @@ def test_a_solve_that_ends_early_and_a_network_that_changed_are_told() -> None:
     with pytest.warns(lapis.LapisWarning, match="relative residual"):
         posterior.with_solver(max_iterations=2).solve(draw(1, 68))
     with pytest.warns(lapis.LapisWarning, match="not yet draws"):
-        posterior.draw(2, method="sgd", epochs=1, batch_size=10)
+        posterior.draw(2, solver="sgd", epochs=1, batch_size=10)
     with pytest.raises(lapis.OptionError, match="Unknown space"):
         posterior.with_solver(space="moon")
     with torch.no_grad():
