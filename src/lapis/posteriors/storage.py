@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lapis.batches import batches
-from lapis.curvature.blocks.kronecker import KroneckerBlock
 from lapis.curvature.blocks.partition import build_blocks
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.curvature.recording.sites import Plan, Site
@@ -72,8 +71,9 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         sums = posterior.curvature
         tensors |= {f"block.{i}.{name}": t for i, block in enumerate(sums.blocks) for name, t in block.state().items()}
         config |= {
-            "sharing": next((b.sharing for b in sums.blocks if isinstance(b, KroneckerBlock)), "expand"),
-            "bias": next((b.bias for b in sums.blocks if isinstance(b, KroneckerBlock)), "joint"),
+            "sharing": "expand",
+            "bias": "joint",
+            **{name: choice for block in sums.blocks for name, choice in block.options().items()},
             "curvature": sums.kind,
             "fisher_samples": sums.fisher_samples,
             "example_bytes": sums.tape.example_bytes,
