@@ -7,8 +7,9 @@ the flat weight vector.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -63,25 +64,48 @@ class Block(ABC):
         and costly.
         """
 
+    def prepare_spectra(self, prior: WeightPrior) -> None:  # noqa: B027  (most blocks have them at little cost)
+        """Compute costly eigenvalues now, where `spectra` can use them with this prior; pays before many evaluations."""
+
     def check(self, prior: WeightPrior) -> None:  # noqa: B027  (most structures take any prior)
         """Refuse a prior that the structure cannot hold, before any work."""
 
+    def options(self) -> dict[str, str]:
+        """The choices beside the sites that the block was made with, by the names of its constructor's arguments.
+
+        With them and its `state` a file can hold the block.
+        """
+        return {}
+
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """The sums, by name."""
+        """The block's tensors, by name."""
 
     @abstractmethod
     def load(self, state: dict[str, Tensor]) -> None:
-        """Replace the sums."""
+        """Replace the block's tensors by those of a `state`."""
 
     def clone(self) -> Block:
-        """A block with the same sums that can be added to on its own."""
-        copy = type(self)(**self._options())
+        """A copy that can be added to without changing this block."""
+        make: Callable[..., Block] = type(self)
+        copy = make(self.sites, **self.options())
         copy.load({name: tensor.clone() for name, tensor in self.state().items()})
         return copy
 
-    def _options(self) -> dict[str, Any]:
-        return {"sites": self.sites}
+
+@dataclass(frozen=True)
+class FactoredDraw:
+    """Draws of one weight matrix (O, I) as outputs @ (noise * deviations) @ inputs^T, with white noise (O, I).
+
+    A linear layer can be applied to such a draw without forming it. A bias is the last of the I columns.
+    """
+
+    deviations: Tensor
+    """Standard deviations (O, I)."""
+    outputs: Tensor
+    """A basis of the outputs, (O, O)."""
+    inputs: Tensor
+    """A basis of the inputs, (I, I)."""
 
 
 class BlockGaussian(ABC):
@@ -94,6 +118,12 @@ class BlockGaussian(ABC):
     @abstractmethod
     def color(self, noise: Tensor) -> Tensor:
         """White noise (n, size), in any floating dtype, turned into draws."""
+
+    def factored(self, dtype: torch.dtype) -> FactoredDraw | None:
+        """The draws that `color` makes, in factored form; None where the weights are not one matrix, or have no such
+        form.
+        """
+        return None
 
     @abstractmethod
     def multiply(self, vectors: Tensor) -> Tensor:

@@ -80,6 +80,10 @@ class DenseBlock(Block):
             return None
         return [(group, spectrum(self.eigenvalues()))]
 
+    def prepare_spectra(self, prior: WeightPrior) -> None:
+        if common_group(prior, self.sites) is not None:
+            self.eigenvalues()
+
     def state(self) -> dict[str, Tensor]:
         return {"curvature": self.curvature}
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lapis.curvature.backward.contributions import Contribution, Lookup, Outer, Rows
-from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, site_precision
+from lapis.curvature.blocks.block import Block, BlockGaussian, FactoredDraw, common_group, site_precision
 from lapis.curvature.blocks.spectrum import Spectrum, product_spectrum, spectrum
 from lapis.curvature.moments import Moment, symmetric
 from lapis.curvature.recording.sites import Site
@@ -144,8 +143,8 @@ class KroneckerBlock(Block):
         self.positions = state["positions"]
         self._eigen = self._spectra = None
 
-    def _options(self) -> dict[str, Any]:
-        return {"sites": self.sites, "sharing": self.sharing, "bias": self.bias}
+    def options(self) -> dict[str, str]:
+        return {"sharing": self.sharing, "bias": self.bias}
 
 
 class KroneckerGaussian(BlockGaussian):
@@ -198,6 +197,12 @@ class KroneckerGaussian(BlockGaussian):
         variance, outputs, back = self.factors(noise.dtype)
         draws = outputs @ (self._array(noise) * variance.sqrt())
         return (draws if back is None else draws @ back.mT).flatten(1)
+
+    def factored(self, dtype: torch.dtype) -> FactoredDraw | None:
+        variance, outputs, back = self.factors(dtype)
+        if back is None or len(outputs) > 1:
+            return None
+        return FactoredDraw(variance[0].sqrt(), outputs[0], back[0])
 
     def _through(self, vectors: Tensor, values: Tensor, basis: Tensor | None) -> Tensor:
         """(Q_G (x) basis) diag(values) (Q_G (x) basis)^T times vectors."""

@@ -1,13 +1,17 @@
 """Structures: which weights are correlated in the posterior. A structure cuts the sites into blocks.
 
-* dense: one block over everything. * diagonal: every weight alone. * kronecker: each weight matrix (with its bias) one
-Kronecker block; what has no such form is a small dense block a parameter, or diagonal when large. * lowrank: one block
-over everything, known by its leading eigenpairs. * implicit: no blocks at all, products over the data.
+* dense: one block over all weights.
+* diagonal: every weight is independent; one block for each site.
+* kronecker: one Kronecker block for each weight matrix (with its bias); a parameter without such a form gets a dense
+  block if it is small, else a diagonal one.
+* lowrank: one block over all weights, given by the leading eigenpairs of its curvature.
+* implicit: no blocks at all, but products with the curvature, each a pass over the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -46,7 +50,7 @@ SMALL_BLOCK = 512
 """Parameters without a Kronecker form get a dense block up to this size."""
 
 DENSE_COPIES = 3
-"""Matrices alive at once at the peak of a dense fit and factorisation."""
+"""Matrices (weights, weights) in memory at the peak of a dense fit and factorisation."""
 
 
 def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Structure, str]:
@@ -76,31 +80,43 @@ def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Stru
     return structure, structure
 
 
-def build_blocks(
-    structure: Structure, sites: Sequence[Site], sharing: str, bias: str, memory_budget: int
-) -> list[Block]:
-    """Empty blocks that partition the sites; `sharing` and `bias` are for Kronecker blocks."""
-    if structure == "dense":
-        return [DenseBlock(sites)]
-    if structure == "lowrank":
-        return [LowRankBlock(sites)]
-    if structure == "diagonal":
-        return [DiagonalBlock([site]) for site in sites]
+@dataclass(frozen=True)
+class BlockOptions:
+    """What blocks are made with, beside their sites: `sharing` and `bias` are for Kronecker blocks."""
+
+    sharing: str
+    bias: str
+    memory_budget: int
+
+
+def _dense(sites: Sequence[Site], options: BlockOptions) -> list[Block]:
+    return [DenseBlock(sites)]
+
+
+def _diagonal(sites: Sequence[Site], options: BlockOptions) -> list[Block]:
+    return [DiagonalBlock([site]) for site in sites]
+
+
+def _low_rank(sites: Sequence[Site], options: BlockOptions) -> list[Block]:
+    return [LowRankBlock(sites)]
+
+
+def _kronecker(sites: Sequence[Site], options: BlockOptions) -> list[Block]:
     needed = sum(_kronecker_bytes(site) for site in sites if site.kind != "rows")
-    if needed > memory_budget:
+    if needed > options.memory_budget:
         largest = max((site for site in sites if site.kind != "rows"), key=_kronecker_bytes)
         raise MemoryBudgetError(
             "The Kronecker factors do not fit",
-            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            expected=f"at most {options.memory_budget:,} bytes (memory_budget)",
             got=f"{needed:,} bytes, most of it for {largest.label!r}",
             do='use structure="diagonal", choose fewer weights, or a larger memory_budget',
         )
-    return [_kronecker_or_small(site, sharing, bias) for site in sites]
+    return [_kronecker_or_small(site, options) for site in sites]
 
 
-def _kronecker_or_small(site: Site, sharing: str, bias: str) -> Block:
+def _kronecker_or_small(site: Site, options: BlockOptions) -> Block:
     if site.kind != "rows":
-        return KroneckerBlock([site], sharing, bias)
+        return KroneckerBlock([site], options.sharing, options.bias)
     return DenseBlock([site]) if site.size <= SMALL_BLOCK else DiagonalBlock([site])
 
 
@@ -108,6 +124,22 @@ def _kronecker_bytes(site: Site) -> int:
     """Factors and their eigenvectors in float64."""
     groups, outputs, inputs = site.shape
     return 16 * groups * (outputs**2 + (inputs if site.kind == "lookup" else inputs**2))
+
+
+BUILDERS: dict[Structure, Callable[[Sequence[Site], BlockOptions], list[Block]]] = {
+    "dense": _dense,
+    "diagonal": _diagonal,
+    "kronecker": _kronecker,
+    "lowrank": _low_rank,
+}
+"""Structure -> the function that cuts the sites into its blocks. The implicit structure has none."""
+
+
+def build_blocks(
+    structure: Structure, sites: Sequence[Site], sharing: str, bias: str, memory_budget: int
+) -> list[Block]:
+    """Empty blocks that partition the sites."""
+    return BUILDERS[structure](sites, BlockOptions(sharing, bias, memory_budget))
 
 
 def grouped_spectrum(blocks: Sequence[Block], prior: WeightPrior) -> GroupedSpectrum | None:
@@ -124,7 +156,7 @@ def grouped_spectrum(blocks: Sequence[Block], prior: WeightPrior) -> GroupedSpec
 
 
 def to_device(blocks: Sequence[Block], device: torch.device) -> None:
-    """Move new blocks, which are made on the processor and have taken no memory there yet."""
+    """Move new blocks, which are made on the processor and take no memory there before the first batch."""
     if device.type == "cpu":
         return
     for block in blocks:

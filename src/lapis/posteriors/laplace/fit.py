@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lapis.batches import Batch, batches, describe, naming, take
 from lapis.curvature.accumulate import accumulate
-from lapis.curvature.blocks.lowrank import RANK_FRACTION, LowRankBlock, leading_eigenpairs
+from lapis.curvature.blocks.lowrank import RANK_FRACTION, leading_eigenpairs
 from lapis.curvature.blocks.partition import Structure, build_blocks, resolve_structure, to_device
 from lapis.curvature.plan import PLANNING_EXAMPLES, planned_tape
 from lapis.curvature.products.ggn import ImplicitCurvature
@@ -269,7 +269,6 @@ class _Fit:
             progress=self.progress,
         )
         (block,) = curvature.blocks
-        assert isinstance(block, LowRankBlock)
         ordered = torch.cat([site.gather(found.vectors, network).flatten(1) for site in block.sites], 1)
         block.load({"values": found.values, "vectors": ordered})
         curvature.statistics, curvature.n_data = products.statistics, products.n_data

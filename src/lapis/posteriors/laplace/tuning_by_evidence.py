@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from lapis.batches import batches, digest
-from lapis.curvature.blocks.block import common_group
-from lapis.curvature.blocks.dense import DenseBlock
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.evidence import Evaluate, SpectralEvidence, TangentMode, TangentProblem, evaluate
@@ -79,8 +77,7 @@ def spectral_evidence(posterior: LaplacePosterior, noise: bool) -> Evaluate | No
     if posterior.tangent is not None:
         return None
     for block in posterior.curvature.blocks:
-        if isinstance(block, DenseBlock) and common_group(prior, block.sites) is not None:
-            block.eigenvalues()
+        block.prepare_spectra(prior)
     spectrum = posterior.spectrum()
     if spectrum is None:
         return None

@@ -1,7 +1,7 @@
 """Drawn networks, one in memory at a time, whose matrices are formed only where a forward pass needs them.
 
 A draw of a Kronecker block is W + Q_G (E * s) R^T, with white noise E, standard deviations s and the bases of
-`KroneckerGaussian`. A linear layer's output x W^T + ((x R) (E * s)^T) Q_G^T takes the noise without forming the drawn
+`FactoredDraw`. A linear layer's output x W^T + ((x R) (E * s)^T) Q_G^T takes the noise without forming the drawn
 weight, which is less work for few inputs on a wide layer; and x R and x W^T are the same in every draw where x comes
 straight from the user.
 """
@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lapis.batches import Inputs, tensors_in
-from lapis.curvature.blocks.block import Block, BlockGaussian
-from lapis.curvature.blocks.kronecker import KroneckerGaussian
+from lapis.curvature.blocks.block import Block, BlockGaussian, FactoredDraw
 from lapis.curvature.recording.sites import Site
 from lapis.network import Network
 
@@ -46,9 +45,10 @@ class DrawnNetwork:
         rows = min((tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim()), default=0)
         given = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors_in(inputs))
         self.matrices: dict[int, Matrix] = {}
-        for i, gaussian in enumerate(gaussians):
-            if isinstance(gaussian, KroneckerGaussian) and _is_linear(gaussian.block.site, network):
-                self.matrices[i] = Matrix(gaussian, network.unflatten(mean), given, rows)
+        for i, (block, gaussian) in enumerate(zip(blocks, gaussians, strict=True)):
+            linear = len(block.sites) == 1 and _is_linear(block.sites[0], network)
+            if linear and (factored := gaussian.factored(mean.dtype)) is not None:
+                self.matrices[i] = Matrix(block.sites[0], factored, network.unflatten(mean), given, rows)
                 self.parameters |= self.matrices[i].held
 
     def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
@@ -79,15 +79,12 @@ class Matrix:
     """
 
     def __init__(
-        self, gaussian: KroneckerGaussian, means: Mapping[str, Tensor], given: frozenset[int], rows: int
+        self, site: Site, factored: FactoredDraw, means: Mapping[str, Tensor], given: frozenset[int], rows: int
     ) -> None:
-        site = gaussian.block.site
         assert site.weight is not None
         self.weight = means[site.weight.name]
         self.bias = None if site.bias is None else means[site.bias.name]
-        variance, outputs, back = gaussian.factors(self.weight.dtype)
-        assert back is not None
-        self.deviation, self.outputs, self.back = variance[0].sqrt(), outputs[0], back[0]
+        self.deviation, self.outputs, self.back = factored.deviations, factored.outputs, factored.inputs
         self.given = given
         self.mean = self.weight if self.bias is None else torch.cat([self.weight, self.bias[:, None]], 1)
         height, width = self.mean.shape
