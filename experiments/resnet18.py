@@ -148,7 +148,11 @@ def costs(model: nn.Module, x: Tensor, y: Tensor, batch: int, widths: tuple[int,
     rows = []
     for images in (count // 4, count // 2, count):
         part = ImplicitCurvature(
-            posterior.network, posterior.likelihood, [Batch(x[:images], y[:images], 0)], posterior.facts.signature, 2**32
+            posterior.network,
+            posterior.likelihood,
+            [Batch(x[:images], y[:images], 0)],
+            posterior.facts.signature,
+            2**32,
         )
         v = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
         part.product(v)
@@ -156,7 +160,7 @@ def costs(model: nn.Module, x: Tensor, y: Tensor, batch: int, widths: tuple[int,
     few = [Batch(x[: count // 4], y[: count // 4], 0)]
     for factor in (4, 2, 1):
         smaller = resnet(tuple(width // factor for width in widths), blocks=2, outputs=CLASSES).eval()
-        part = ImplicitCurvature(Network(smaller), posterior.likelihood, few, posterior.facts.signature, 2**32)
+        part = ImplicitCurvature(Network(smaller), posterior.likelihood, few, signature, 2**32)
         v = torch.randn(1, part.network.size, generator=torch.Generator().manual_seed(0))
         part.product(v)
         spent = seconds(lambda part=part, v=v: part.product(v)) / (count // 4) * 1e3
@@ -171,7 +175,9 @@ def tuned_at(posterior: lapis.ImplicitPosterior, rounds: int) -> tuple[lapis.Imp
     start = time.process_time()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        tuned = posterior.at_tangent_mode(tolerance=1e-3, max_products=60).tune(samples=1, max_iterations=rounds, tolerance=0.1)
+        tuned = posterior.at_tangent_mode(tolerance=1e-3, max_products=60).tune(
+            samples=1, max_iterations=rounds, tolerance=0.1
+        )
     spent = time.process_time() - start
     tuning, tangent, mode = tuned.tuning, tuned.tangent, posterior.mean.double()
     assert tuning is not None

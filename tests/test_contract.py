@@ -18,8 +18,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from toy_ensemble import ToyEnsemble, toy_ensemble
-from untouched import untouched
 
 import lapis
 from lapis.batches import map_tensors, take, tensors_in
@@ -27,6 +25,8 @@ from lapis.network import Network
 from lapis.posteriors import GaussianPosterior, Posterior, WeightPosterior
 from lapis.posteriors.predicting import parts as prediction_parts
 from lapis.predictions import LatentGaussian, LatentMixture
+from toy_ensemble import ToyEnsemble, toy_ensemble
+from untouched import untouched
 
 F64 = torch.float64
 
@@ -84,7 +84,7 @@ PROBLEMS = {
     "classification": Problem(lambda: mlp(4), "classification", normal(3), classes(4), "probs", (4,)),
     "binary": Problem(lambda: mlp(1), "binary", normal(3), lambda n: classes(2, 1)(n).double(), "probs", (1,)),
     "counts": Problem(lambda: mlp(1), "poisson", normal(3), lambda n: classes(5, 1)(n).double(), "mean", (1,)),
-    "positions": Problem(Pixels, "classification", normal(1, 4, 4), classes(3, 4, 4), "probs", (3, 4, 4)),
+    "positions": Problem(Pixels, lapis.Categorical(channels="first"), normal(1, 4, 4), classes(3, 4, 4), "probs", (3, 4, 4)),
     "dictionary": Problem(
         Named,
         lapis.Gaussian(0.5),
@@ -189,7 +189,9 @@ def test_predictions_have_the_layout_of_the_outputs(name: str, problem: str) -> 
 def test_probabilities_sum_to_one(name: str) -> None:
     posterior, _, x = fitted(name)
     for method in posterior.methods:
-        torch.testing.assert_close(answer(posterior, x, "classification", method=method).sum(-1), torch.ones(5).double())
+        torch.testing.assert_close(
+            answer(posterior, x, "classification", method=method).sum(-1), torch.ones(5).double()
+        )
 
 
 @every_posterior
@@ -235,7 +237,7 @@ def test_data_of_any_form_and_size_are_predicted_in_parts(
 
     monkeypatch.setattr(type(posterior), "latent", noted)
     monkeypatch.setattr(prediction_parts, "SMALL", 4)
-    monkeypatch.setattr(prediction_parts, "COPIES", posterior.facts.memory_budget // 2000)
+    monkeypatch.setattr(prediction_parts, "COPIES", posterior.facts.memory_budget // 1000)
     pairs = TensorDataset(x, torch.zeros(23)) if isinstance(x, Tensor) else Items(x)
     for data in (x, Items(x), DataLoader(Items(x), batch_size=10), DataLoader(pairs, batch_size=7), iter([x])):
         seen.clear()
@@ -458,14 +460,14 @@ def test_single_weights_are_a_network_of_their_own() -> None:
         network = Network(model, choice)
         assert torch.equal(network.flat(), flat[mask])
         assert network.size == int(mask.sum())
-        changed = torch.cat([p.reshape(-1) for p in network.unflatten(2 * flat[mask]).values()])
-        assert torch.equal(changed[mask], 2 * flat[mask])
-        assert torch.equal(changed[~mask], flat[~mask])
-        tangents = torch.cat([p.reshape(-1) for p in network.tangents(flat[mask]).values()])
-        assert torch.equal(tangents, torch.where(mask, flat, torch.zeros_like(flat)))
-        assert torch.equal(network.gather(list(model.parameters())), flat[mask])
-    whole = Network(model, torch.ones(total, dtype=torch.bool))
-    assert whole.indices == {}
+        whole = dict(model.named_parameters())
+        assert all(bool(by_name[name].any()) for name in network.names)
+        for name, changed in network.unflatten(2 * flat[mask]).items():
+            assert torch.equal(changed, torch.where(by_name[name], 2 * whole[name], whole[name]))
+        for name, tangent in network.tangents(flat[mask]).items():
+            assert torch.equal(tangent, torch.where(by_name[name], whole[name], 0.0))
+        assert torch.equal(network.gather([p.detach() for p in network.parameters.values()]), flat[mask])
+    assert Network(model, torch.ones(total, dtype=torch.bool)).indices == {}
     for bad, message in (
         (mask[1:], "does not fit"),
         (torch.tensor([0, 0]), "repeated"),

@@ -8,14 +8,14 @@ from torch import Tensor
 from lapis.curvature.backward.record import Record
 from lapis.curvature.blocks.block import Block
 from lapis.likelihoods import Likelihood
-from lapis.network import Network, flat_gradient
+from lapis.network import Network
 
 
 def add_hessian(block: Block, network: Network, likelihood: Likelihood, record: Record, targets: Tensor) -> None:
     """Add d^2 sum_n nll_n / d theta^2, one row at a time, to a block over all weights."""
     parameters = list(network.parameters.values())
     loss = likelihood.nll(record.f, targets).sum()
-    gradient = flat_gradient(torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True), parameters)
+    gradient = network.gather(torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True))
     order = torch.cat(
         [site.gather(torch.arange(network.size, device=network.device), network).reshape(-1) for site in block.sites]
     )
@@ -23,4 +23,4 @@ def add_hessian(block: Block, network: Network, likelihood: Likelihood, record: 
         return
     for row, index in enumerate(order.tolist()):
         second = torch.autograd.grad(gradient[index], parameters, retain_graph=True, allow_unused=True)
-        block.add_row(row, flat_gradient(second, parameters)[order])
+        block.add_row(row, network.gather(second)[order])

@@ -49,7 +49,11 @@ class Tape:
         self.example_bytes = ExampleBytes(0, 0, 0, 0)
         self.batches_seeds = True
         """Whether the latest record backpropagates several seeds together."""
-        self._slots = {id(parameter): whole(network, name) for name, parameter in network.parameters.items()}
+        self._slots = {
+            id(parameter): whole(network, name)
+            for name, parameter in network.parameters.items()
+            if name not in network.indices  # parameters chosen in part take per-example gradients
+        }
         self._axes: dict[Any, list[BatchAxis | None]] = {}
         self._folds: dict[Any, BatchAxis] = {}
         self._located: dict[Any, Located] = {}

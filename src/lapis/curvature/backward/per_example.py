@@ -21,7 +21,12 @@ class PerExample:
         self.vectorised = True
 
     def rows(self, inputs: Inputs, names: Sequence[str], seeds: Tensor) -> dict[str, Tensor]:
-        """Gradients of sum(seed * f) for `seeds` (M, B, T, C): parameter name -> (M, B, entries)."""
+        """Gradients of sum(seed * f) for `seeds` (M, B, T, C): parameter name -> (M, B, chosen entries)."""
+        found = self._whole_rows(inputs, names, seeds)
+        return {name: self.network.pick(name, rows) for name, rows in found.items()}
+
+    def _whole_rows(self, inputs: Inputs, names: Sequence[str], seeds: Tensor) -> dict[str, Tensor]:
+        """The same for all entries of the parameters."""
         if self.vectorised:
             try:
                 with warnings.catch_warnings(), torch.no_grad():

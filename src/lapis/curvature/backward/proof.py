@@ -9,7 +9,7 @@ import torch
 
 from lapis.curvature.backward.record import Record
 from lapis.curvature.recording.sites import Site
-from lapis.network import Network, flat_gradient
+from lapis.network import Network
 
 
 def unexplained(record: Record, network: Network, sites: Sequence[Site]) -> set[str]:
@@ -25,8 +25,8 @@ def unexplained(record: Record, network: Network, sites: Sequence[Site]) -> set[
     coefficients = f.new_empty(len(record)).normal_(generator=generator)
     parameters = list(network.parameters.values())
     mixed = seed * coefficients[:, None, None]
-    rest = flat_gradient(torch.autograd.grad(f, parameters, mixed, retain_graph=True, allow_unused=True), parameters)
-    parts = network.unflatten(rest)
+    rest = network.gather(torch.autograd.grad(f, parameters, mixed, retain_graph=True, allow_unused=True))
+    parts = {name: rest[network.span(name)] for name in network.names}
     relative, floor = (1e-8, 1e-12) if rest.dtype == torch.float64 else (1e-3, 1e-6)
     whole = floor * rest.norm()
     allowed = {name: relative * part.norm() + whole for name, part in parts.items()}

@@ -65,7 +65,7 @@ class Block(ABC):
         """
 
     def prepare_spectra(self, prior: WeightPrior) -> None:  # noqa: B027  (most blocks have them at little cost)
-        """Compute costly eigenvalues now, where `spectra` can use them with this prior; pays before many evaluations."""
+        """Compute costly eigenvalues now, if `spectra` can use them with this prior: pays before many evaluations."""
 
     def check(self, prior: WeightPrior) -> None:  # noqa: B027  (most structures take any prior)
         """Refuse a prior that the structure cannot hold, before any work."""

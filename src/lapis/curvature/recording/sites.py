@@ -57,9 +57,8 @@ class Slot:
 
 
 def whole(network: Network, name: str) -> Slot:
-    """A parameter as a plain list of entries."""
-    shape = network.shapes[name]
-    size = int(torch.Size(shape).numel())
+    """All chosen entries of a parameter as a plain list."""
+    shape, size = network.shapes[name], network.sizes[name]
     return Slot(name, 0, shape[0] if shape else 1, (size,), (0,), (size,))
 
 
