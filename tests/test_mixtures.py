@@ -28,6 +28,7 @@ from lapis.predictions import (
     join_latents,
     predict,
 )
+from lapis.predictions._counts import quantile_between
 
 F64 = torch.float64
 CUSTOM = Custom(lambda f, y: -distributions.Normal(f, 1.0).log_prob(y).sum())
@@ -405,6 +406,13 @@ def test_count_intervals_reach_from_small_to_huge_rates() -> None:
     )
     assert isinstance(one, CountPrediction)
     assert bool((one.epistemic_variance == math.inf).all())
+
+
+def test_bisection_for_counts_ends_between_bounds_that_are_no_whole_numbers() -> None:
+    """As quantiles beyond 2^50 counts are, being those of the rate."""
+    low, high = torch.tensor([2.0**50 + 0.25], dtype=F64), torch.tensor([2.0**50 + 1.5], dtype=F64)
+    assert float(quantile_between(0.5, torch.zeros_like, low, high)) == 2.0**50 + 2
+    assert float(quantile_between(0.5, torch.ones_like, low, high)) == 2.0**50 + 1
 
 
 def test_density_of_a_custom_likelihood_converges_to_that_of_the_mixture() -> None:

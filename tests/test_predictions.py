@@ -641,7 +641,7 @@ SAMPLES = LatentSamples(torch.zeros(3, 2, 1, 2))
         (Gaussian(), GAUSSIAN, {"link": "probit"}, "gaussian"),
         (Poisson(), GAUSSIAN, {"link": "mc"}, "poisson"),
         (Categorical(), SAMPLES, {"link": "mc"}, "sampled networks"),
-        (Categorical(), GAUSSIAN, {"link": "softmax"}, '"probit", "mc", "bridge"'),
+        (Categorical(), GAUSSIAN, {"link": "softmax"}, '"probit" or "mc" or "bridge"'),
         (Categorical(), GAUSSIAN, {"samples": 0}, "whole number"),
         (Categorical(), GAUSSIAN, {"samples": 2.5}, "whole number"),
         (Categorical(), GAUSSIAN, {"link": "bridge", "samples": 10}, "nothing is drawn"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
+from lapis.options import check_choice, check_count
 from lapis.predictions.base import Prediction
 from lapis.predictions.classification import ClassificationPrediction, Link
 from lapis.predictions.count import CountPrediction
@@ -101,29 +102,18 @@ def _checked_link(likelihood: Likelihood, latent: LatentGaussian | LatentSamples
         )
     if not gaussian_logits:
         return None
-    for known in get_args(Link):
-        if link == known or (link is None and known == "probit"):
-            found: Link = known
-            return found
-    raise OptionError(
-        "Unknown link",
-        expected=", ".join(f'"{known}"' for known in get_args(Link)),
-        got=repr(link),
-        do="choose one of these",
-    )
+    if link is None:
+        return "probit"
+    check_choice("link", link, get_args(Link))
+    return cast(Link, link)
 
 
 def _checked_samples(
     likelihood: Likelihood, latent: LatentGaussian | LatentSamples, link: Link | None, samples: int | None
 ) -> int:
     """The number of draws; OptionError for a number that would be ignored."""
-    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples <= 0):
-        raise OptionError(
-            "That number of samples cannot be drawn",
-            expected="a whole number > 0",
-            got=repr(samples),
-            do="pass a positive number, or leave it out",
-        )
+    if samples is not None:
+        check_count("samples", samples)
     if isinstance(latent, LatentSamples):
         drawn = len(latent.values)
         if samples not in (None, drawn):

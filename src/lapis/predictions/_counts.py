@@ -9,19 +9,19 @@ from torch import Tensor
 
 from lapis.predictions._quadrature import nodes_like
 
-# Quantiles beyond this many counts are the rate's own: the Poisson noise is then below 1e-7 of them.
+# Quantiles beyond this many counts are taken to be the rate's own: Poisson noise changes them by less than 1e-7.
 MANY = 2.0**50
-# The smallest variance told apart from a certain rate.
+# A log rate with a smaller variance than this counts as known exactly.
 CERTAIN = 1e-20
 
 
 def log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """log E[Poisson(y; e^f)], f ~ N(mean, variance), elementwise.
 
-    Gauss-Hermite around the integrand's own mode and width: as a function of f the Poisson density of a large
-    count is much narrower than N(mean, variance), and fixed nodes would miss it. For a count of zero the
-    density is a step in f, too sharp for the nodes when the variance is large; `cumulative` is made for
-    steps.
+    Gauss-Hermite quadrature, with nodes placed around the mode of the integrand and scaled to its width: as a
+    function of f the Poisson density of a large count is much narrower than N(mean, variance), and nodes placed by
+    the mean and the variance would miss it. For a count of zero the density is a step in f, too sharp for the nodes
+    when the variance is large; there P(Y = 0) = P(Y <= 0) is taken from `cumulative`, which is made for steps.
     """
     variance = variance.clamp_min(CERTAIN)
     shift = _mode_shift(y, mean, variance)
@@ -39,9 +39,10 @@ def log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def _mode_shift(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """d that maximises y (m + d) - e^(m + d) - d^2 / 2v: d = v y - w, where w + log w = log v + m + v y.
+    """How far the integrand's mode lies from the mean m: d that maximises y (m + d) - e^(m + d) - d^2 / 2v.
 
-    With x = log w, e^x + x = L is solved by Newton steps, which fall monotonically from the starts below.
+    d = v y - w, where w solves w + log w = log v + m + v y. With x = log w, that is e^x + x = L, which Newton's
+    method solves; from the starting points below, every step goes down.
     """
     log_variance = variance.log()
     right = log_variance + mean + variance * y
@@ -56,9 +57,9 @@ def _mode_shift(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
 def cumulative(k: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """P(Y <= k) for Y ~ Poisson(e^f), f ~ N(mean, variance), elementwise, to about 1e-8.
 
-    It equals P(f < log G) with G ~ Gamma(k + 1). Given f that is a smooth step of width 1 / sqrt(k + 1) in f;
-    given G it is a smooth step of width sqrt(v) in log G. Integrate over the narrower of the two, where the
-    step is smooth.
+    It equals P(f < log G) with G ~ Gamma(k + 1) independent of f. Given f, the probability over G is a smooth step of
+    width 1 / sqrt(k + 1) in f; given G, the probability over f is a smooth step of width sqrt(v) in log G. The
+    integral left over is that of the variable with the narrower distribution: within it the step changes little.
     """
     deviation = variance.clamp_min(CERTAIN).sqrt()
     shape = k + 1
@@ -96,11 +97,11 @@ def quantile(level: float, distribution: Callable[[Tensor], Tensor], rate: Tenso
 
 
 def quantile_between(level: float, distribution: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """The smallest count k with P(Y <= k) >= level, elementwise, by bisection: low < k <= high.
+    """The smallest count k with P(Y <= k) >= level, elementwise, by bisection; known is low < k <= high.
 
-    Beyond `MANY` counts to a relative error of 1 / MANY.
+    Counts beyond `MANY` are found to a relative error of 1 / MANY.
     """
-    high = high.clamp_max(torch.finfo(high.dtype).max)
+    low, high = low.floor(), high.ceil().clamp_max(torch.finfo(high.dtype).max)
     while bool((open_ := high - low > (high / MANY).clamp_min(1.0)).any()):
         middle = (low + 0.5 * (high - low)).floor()
         below = distribution(middle.clamp_min(0.0)) < level

@@ -29,12 +29,15 @@ def pair(z: Tensor) -> Tensor:
 
 
 def probit(mean: Tensor, variance: Tensor) -> Tensor:
-    """Logits f / sqrt(1 + pi/8 v): the mean of a sigmoid under N(f, v), nearly (MacKay 1992)."""
+    """Logits f / sqrt(1 + pi/8 v), whose sigmoid is nearly the mean of sigmoid(z), z ~ N(f, v) (MacKay 1992)."""
     return mean / (1 + math.pi / 8 * variance.clamp_min(0)).sqrt()
 
 
 def monte_carlo(draws: Iterable[Tensor], logits: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """log of the mean probabilities, and the mean entropy, over draws of f that come in chunks (S', ...)."""
+    """Log of the mean probabilities, and mean entropy, over draws of f that come in chunks (S', ...).
+
+    `logits` turns draws of f into logits (S', ..., K).
+    """
     total: Tensor | None = None
     expected: Tensor | None = None
     count = 0
@@ -52,8 +55,9 @@ def monte_carlo(draws: Iterable[Tensor], logits: Callable[[Tensor], Tensor]) -> 
 def zero_sum(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variances of f ~ N(mean, covariance) given that its outputs sum to zero.
 
-    The softmax does not feel the sum; the bridge's Dirichlet in the softmax basis lives where it is zero:
-    f - V1 (1^T f) / (1^T V 1), and V - V1 1^T V / (1^T V 1). Nothing changes where the sum is certain.
+    Adding a number to all logits does not change their softmax, so their sum is free; the Laplace bridge is derived
+    for logits whose sum is zero. Conditioning on that gives the mean f - V1 (1^T f) / (1^T V 1) and the covariance
+    V - V1 1^T V / (1^T V 1), of which the diagonal is returned. Where the sum has no variance, nothing changes.
     """
     rows = covariance.sum(-1)
     total = rows.sum(-1, keepdim=True)
@@ -89,9 +93,9 @@ def dirichlet_entropy(log_alpha: Tensor) -> Tensor:
 def expected_binary_entropy(mean: Tensor, variance: Tensor) -> Tensor:
     """E[H(sigmoid(z))], z ~ N(mean, variance), elementwise in float64, to about 1e-8.
 
-    Up to variance 1, Gauss-Hermite. Beyond, the entropy is a bump that the nodes would miss: there the
-    trapezoidal rule over the bump itself, |z| < 40, which converges exponentially for functions as smooth as
-    this.
+    Up to variance 1 by Gauss-Hermite quadrature. For larger ones the entropy, a bump around z = 0, falls between the
+    nodes; there the trapezoidal rule over the bump itself, |z| < 40, which converges exponentially for smooth
+    functions.
     """
     variance = variance.clamp_min(0)
     z, log_weights = nodes_like(mean)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 NODES = 64
-# Elements that are worked on at once: with a few hundred nodes each, about 32 MB in float64.
+# How many elements are worked on at once: with a few hundred nodes each, about 32 MB in float64.
 ELEMENTS = 2**14
 
 
@@ -18,8 +18,8 @@ def gauss_hermite(nodes: int = NODES) -> tuple[Tensor, Tensor]:
     """Nodes z and log weights: E[g(z)] = sum_i w_i g(z_i), z ~ N(0, 1), for polynomials of degree < 2 nodes.
 
     The nodes are the eigenvalues of the Jacobi matrix of the Hermite polynomials (Golub and Welsch 1969). The
-    weights are 1 / sum_k h_k(z_i)^2 with h_k orthonormal: a sum of squares, so that even weights of 1e-50
-    have all their digits (components of eigenvectors have not), and tails of densities come out right.
+    weights are 1 / sum_k h_k(z_i)^2 with the orthonormal polynomials h_k. As sums of squares lose no digits, even
+    weights of 1e-50 are accurate, which those from the eigenvectors are not, and tails of densities come out right.
     """
     with torch.inference_mode(False):  # the result is kept, and must be usable outside
         k = torch.arange(1, nodes, dtype=torch.float64, device="cpu").sqrt()
@@ -41,8 +41,8 @@ def nodes_like(mean: Tensor) -> tuple[Tensor, Tensor]:
 def grid_like(mean: Tensor) -> tuple[Tensor, Tensor]:
     """Nodes from -14 to 14, 1/8 apart, with log weights, as `nodes_like`: the trapezoidal rule.
 
-    More nodes than Gauss-Hermite's for functions that change within less than a standard deviation. For smooth
-    ones it converges exponentially too.
+    For functions that change within less than a standard deviation, where Gauss-Hermite has too few nodes. It
+    converges exponentially for smooth functions too.
     """
     step = 0.125
     z = torch.arange(-14.0, 14.0 + step, step, dtype=torch.float64)

@@ -21,8 +21,8 @@ from lapis.predictions.latent import Latent, LatentGaussian, LatentMixture
 class Prediction(ABC):
     """p(y | x) for a batch of B inputs, in the layout of the network's outputs.
 
-    Random draws, where a property needs some, come from `seed` when first needed: a prediction's numbers
-    never change.
+    Where Monte Carlo is needed, `samples` draws of f are made from `seed`: the same ones each time, so that a
+    prediction's numbers never change.
     """
 
     likelihood: Likelihood
@@ -72,7 +72,7 @@ class Prediction(ABC):
         """log p(y | x) at each position, (B, T)."""
 
     def _joint_log_prob(self, target: Tensor) -> Tensor:
-        """log E_f[prod_n p(y_n | f_n)], 0-d, by Monte Carlo over joint draws of f."""
+        """log E_f[prod_n p(y_n | f_n)], 0-d, by Monte Carlo over draws of all examples' f together."""
         return _log_mean_exp(self._log_densities(target, joint=True).sum((1, 2)))
 
     def _log_densities(self, target: Tensor, *, joint: bool = False) -> Tensor:

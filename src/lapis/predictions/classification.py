@@ -30,9 +30,15 @@ Link = Literal["probit", "mc", "bridge"]
 class ClassificationPrediction(Prediction):
     """p(y | x) of classes (categorical), or of each of C yes-or-no labels (Bernoulli).
 
-    `link` says how the linearised network's Gaussian logits become probabilities; it is None for sampled
-    networks, whose probabilities are averaged. Entropies are in nats, (B, *positions) for classes; for labels
-    one for each, laid out as the outputs. Densities of labels are taken from `probs`, label by label.
+    `link` says how the linearised network's Gaussian logits become probabilities:
+
+    - "probit": logits shrunk by their variance, MacKay's approximation;
+    - "mc": the mean of the probabilities over Monte Carlo draws of the logits;
+    - "bridge": the Laplace bridge, a Dirichlet distribution that matches the Gaussian.
+
+    It is None for sampled networks, whose probabilities are averaged. Entropies are in nats: (B, *positions) for
+    classes; for labels one for each, laid out as the outputs. Densities of labels are taken from `probs`, label by
+    label.
     """
 
     link: Link | None
@@ -50,12 +56,15 @@ class ClassificationPrediction(Prediction):
 
     @property
     def aleatoric_entropy(self) -> Tensor:
-        """Expected entropy given the weights: what remains however much data comes."""
+        """Expected entropy given the weights: the part that more data would not reduce."""
         return self._lay(self._expected_entropy)
 
     @property
     def mutual_information(self) -> Tensor:
-        """Entropy minus expected entropy: what the label would tell about the weights; never below zero."""
+        """Entropy minus expected entropy: how much the label would tell about the weights; never below zero.
+
+        With "probit" it is cut off at zero, as its probabilities are an approximation.
+        """
         return self._lay((entropy(self._log_probs) - self._expected_entropy).clamp_min(0))
 
     @property
@@ -67,7 +76,7 @@ class ClassificationPrediction(Prediction):
 
     @cached_property
     def _monte_carlo(self) -> tuple[Tensor, Tensor]:
-        """log mean probabilities and mean entropy over draws of f."""
+        """Log of the mean probabilities, and mean entropy, over draws of f."""
         return monte_carlo(self._draws(), self._logits)
 
     @cached_property
@@ -91,7 +100,7 @@ class ClassificationPrediction(Prediction):
 
     @cached_property
     def _expected_entropy(self) -> Tensor:
-        """(B, T), or (B, T, C) for labels. For probit by quadrature (labels) or Monte Carlo."""
+        """E[H(y | f)]: (B, T), or (B, T, C) for labels. For probit by quadrature (labels) or Monte Carlo (classes)."""
         dtype = self.latent.mean.dtype
         if self.link == "bridge":
             return dirichlet_entropy(self._log_alpha).to(dtype)

@@ -19,7 +19,7 @@ from lapis.predictions.latent import LatentSamples
 class CountPrediction(Prediction):
     """p(y | x) of counts y ~ Poisson(e^f), laid out as the network's outputs.
 
-    Linearised: f ~ N(m, v), so the rate is log-normal, and outputs of a position count as independent.
+    Linearised: f ~ N(m, v), so the rate e^f is log-normal; the outputs of a position count as independent.
     Sampled: the equal mixture of the S networks' Poisson distributions.
     """
 

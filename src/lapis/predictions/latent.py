@@ -28,9 +28,9 @@ class LatentGaussian:
     Args:
         mean: (B, T, C).
         variance: marginal variances (B, T, C).
-        covariance: over the outputs of each position, (B, T, C, C), or None when only the variances are
-            known; they then count as independent.
-        joint: over everything, (B T C, B T C) in the order of mean.flatten(), or None.
+        covariance: of the outputs of each position, (B, T, C, C), or None when only the variances are known;
+            the outputs then count as independent.
+        joint: covariance of all outputs of all examples, (B T C, B T C) in the order of mean.flatten(), or None.
         raw_shape: shape of the network's own output. When left out, that of a network whose outputs come last, as
             likelihoods assume unless told otherwise: (B, C) for one position, (B, T, C) for several.
     """
@@ -64,7 +64,7 @@ class LatentGaussian:
 
     @property
     def blocks(self) -> Tensor | None:
-        """Covariance of each position's outputs, (B, T, C, C), cut out of the joint one if need be."""
+        """Covariance of each position's outputs, (B, T, C, C), taken out of the joint one where only that is there."""
         if self.covariance is not None or self.joint is None:
             return self.covariance
         batch, positions, outputs = self.mean.shape
@@ -84,10 +84,14 @@ class LatentGaussian:
 
     @property
     def is_joint(self) -> bool:
+        """Whether the covariance between examples is known, and densities are those of the whole batch."""
         return self.joint is not None
 
     def draws(self, samples: int, seed: int, *, joint: bool = False) -> Iterator[Tensor]:
-        """Draws of f in chunks (S', B, T, C): of each position alone, or of all examples with `joint`."""
+        """Draws of f in chunks (S', B, T, C).
+
+        With `joint` they are correlated as all examples are; without, positions are drawn independently.
+        """
         generator = torch.Generator(device=self.mean.device).manual_seed(seed)
         whole = square_root(self.joint) if joint and self.joint is not None else None
         done = 0
@@ -108,7 +112,7 @@ class LatentGaussian:
 
 @dataclass(frozen=True, eq=False)
 class LatentSamples:
-    """Outputs of S networks drawn from the posterior, equally weighted.
+    """Outputs of S networks drawn from the posterior, each with weight 1/S.
 
     Args:
         values: (S, B, T, C).
@@ -141,7 +145,7 @@ class LatentSamples:
 
     @cached_property
     def variance(self) -> Tensor:
-        """Variance over the S networks (divided by S: they are the whole mixture)."""
+        """Variance over the S networks, divided by S: they are the whole distribution, not a sample of one."""
         return self.values.var(0, unbiased=False)
 
     @property
@@ -240,13 +244,17 @@ Latent = LatentGaussian | LatentSamples | LatentMixture
 
 
 def square_root(covariance: Tensor) -> Tensor:
-    """R with R R^T = covariance, for any positive semi-definite (..., C, C), singular ones too: no jitter."""
+    """R with R R^T = covariance, for positive semi-definite matrices (..., C, C), singular ones too.
+
+    From eigenvalues, as a Cholesky factor would need something added to the diagonal of a singular one.
+    """
     values, vectors = torch.linalg.eigh(covariance.double())
     largest = values.abs().amax(-1, keepdim=True)
-    # Rounding in the covariance's own dtype leaves eigenvalues of about -eps; sqrt(eps) is far from both.
+    # Rounding makes zero eigenvalues as low as about -eps, relative to the largest; a limit of -sqrt(eps) tells
+    # these from truly negative ones.
     if not bool((values >= -(torch.finfo(covariance.dtype).eps ** 0.5) * largest).all()):
         raise NotPositiveDefiniteError(
-            "A covariance of the outputs is no covariance",
+            "A covariance of the outputs has negative eigenvalues",
             expected="eigenvalues >= 0",
             got=f"{values.min().item():.4g}",
             do="refit in float64, or with a larger prior precision",

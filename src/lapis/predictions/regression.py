@@ -31,9 +31,9 @@ from lapis.predictions.latent import LatentGaussian, LatentSamples
 class RegressionPrediction(Prediction):
     """p(y | x) of real targets, D per position, laid out as the network's outputs.
 
-    Gaussian noise, linearised: exactly N(f, V + sigma^2 I). Noise predicted by the network, linearised: the
-    mean is integrated exactly and the log variance s ~ N(s, V_ss) by quadrature, with the outputs' marginal
-    variances. Sampled: the equal mixture of the S networks' Gaussians.
+    Linearised, with one noise sigma for all inputs: exactly N(f, V + sigma^2 I). Linearised, with noise that the
+    network predicts: the integral over the mean is exact, that over the log variance s ~ N(m_s, V_ss) is done by
+    quadrature; covariances between outputs are not used. Sampled: the equal mixture of the S networks' Gaussians.
     """
 
     @property
