@@ -237,7 +237,7 @@ def test_data_of_any_form_and_size_are_predicted_in_parts(
 
     monkeypatch.setattr(type(posterior), "latent", noted)
     monkeypatch.setattr(prediction_parts, "SMALL", 4)
-    monkeypatch.setattr(prediction_parts, "COPIES", posterior.facts.memory_budget // 1000)
+    monkeypatch.setattr(prediction_parts, "COPIES", posterior.facts.memory_budget // 400)
     pairs = TensorDataset(x, torch.zeros(23)) if isinstance(x, Tensor) else Items(x)
     for data in (x, Items(x), DataLoader(Items(x), batch_size=10), DataLoader(pairs, batch_size=7), iter([x])):
         seen.clear()
