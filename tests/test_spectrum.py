@@ -122,7 +122,7 @@ def mixed(structure: str, groups: str) -> bool:
 def test_closed_form_derivatives_are_those_of_autograd(
     structure: str, groups: str, likelihood: str, temperature: float, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grid, "KEPT", kept)
+    monkeypatch.setattr(grid, "MOST_EXACT", kept)
     posterior = posterior_of(structure, groups, likelihood, temperature)
     noise = likelihood == "regression"
     closed = spectral_evidence(posterior, noise)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 STRIP = 96
-"""Columns multiplied in one go with all columns before them; narrower strips save more work and lose more speed."""
+"""Columns multiplied in one go with all columns before them: narrower strips save more work, at a lower speed."""
 
-SETTLE = 16
-"""Terms added in the network's own precision before they move on to float64."""
+TERMS_BEFORE_FLOAT64 = 16
+"""Terms that are summed in the network's own precision before the sum is added to the one in float64."""
 
 
 def add_half_gram(total: Tensor, x: Tensor) -> None:
@@ -27,13 +27,13 @@ def add_half_gram(total: Tensor, x: Tensor) -> None:
 
 
 class Moment:
-    """A sum of many arrays: float64, but for the latest few terms, which wait in the precision they came in.
+    """A sum of many arrays in float64, except for the latest few terms, which are summed in their own precision.
 
-    Adding to float64 costs as much as a narrow product, so it is done for several terms at once. No memory is taken
-    before the first term, and none in float64 before the first few are summed.
+    Adding to float64 costs as much as a narrow product, so it is done for several terms at once. No memory is allocated
+    before the first term, and none in float64 before the first few terms are summed.
 
-    `by_columns`: the latest terms lie in memory column after column, so that those of a matrix without its last column,
-    the bias, are in one piece: products there are a fifth quicker.
+    `by_columns`: the latest terms are stored column-major, so that a matrix without its last column, the bias, is
+    contiguous: products written there are a fifth faster.
     """
 
     def __init__(self, shape: Sequence[int], total: Tensor | None = None, *, by_columns: bool = False) -> None:
@@ -44,11 +44,11 @@ class Moment:
         self._terms = 0
 
     def recent(self, dtype: torch.dtype) -> Tensor:
-        """Where to add the next term, in place."""
+        """The array that the caller adds the next term to, in place."""
         if dtype == torch.float64:
             return self.total
-        if self._terms == SETTLE or (self._recent is not None and self._recent.dtype != dtype):
-            self._settle()
+        if self._terms == TERMS_BEFORE_FLOAT64 or (self._recent is not None and self._recent.dtype != dtype):
+            self._add_recent()
         if self._recent is None:
             device = None if self._total is None else self._total.device
             if self._by_columns:
@@ -59,7 +59,7 @@ class Moment:
         self._terms += 1
         return self._recent
 
-    def _settle(self) -> None:
+    def _add_recent(self) -> None:
         if self._recent is not None:
             # one dtype and order: additions run vectorised
             exact = self._recent.to(torch.float64, memory_format=torch.contiguous_format)
@@ -67,19 +67,19 @@ class Moment:
         self._recent, self._terms = None, 0
 
     def copy(self) -> Tensor:
-        """The sum in memory of its own, float64; the sum itself takes none for that."""
+        """A float64 copy of the sum, without allocating memory for the sum itself if it has none in float64 yet."""
         if self._total is None and self._recent is not None:
             return self._recent.double()
         return self.total.clone()
 
     @property
     def total(self) -> Tensor:
-        self._settle()
+        self._add_recent()
         if self._total is None:
             self._total = torch.zeros(self._shape, dtype=torch.float64)
         return self._total
 
 
 def symmetric(lower: Tensor) -> Tensor:
-    """The symmetric matrix with this lower triangle; what stands above it does not count."""
+    """The symmetric matrix with this lower triangle; what is above the diagonal is ignored."""
     return lower.tril() + lower.tril(-1).mT

@@ -1,1 +1,1 @@
-"""From seeds at the outputs back to the layers: gradients, and what they say about each site's weights."""
+"""Backpropagation of seeds at the outputs: gradients at the layers, and each site's Jacobian in factored form."""

@@ -1,4 +1,4 @@
-"""What a batch says about a site's weights: its Jacobian in factored form, and the sums that structures take from it.
+"""Contributions: a batch's Jacobian for one site's weights in factored form, and the sums that structures need of it.
 
 With B examples and M seeds (scalar functions of the outputs) the Jacobian of a site is J[b, m, weight]. It is never
 stored whole unless a structure asks for its `rows`:
@@ -21,11 +21,11 @@ from lapis.curvature.moments import add_half_gram
 CHUNK_BYTES = 16 * 2**20
 """Largest explicit piece of a Jacobian held while contracting it; about the size of a last-level cache."""
 
-SMALL = 2**16
-"""Entries up to which a copy costs less than going over them seed by seed."""
+SMALL_ENTRIES = 2**16
+"""Up to this many entries of g, squaring a copy is faster than adding squares seed by seed."""
 
-NARROW = 64
-"""Up to this many channels, small products an image beat one product of a transposed copy."""
+NARROW_CHANNELS = 64
+"""Up to this many channels, one small product for each image is faster than one product of a transposed copy."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Outer:
     g: Tensor
     bias: bool = False
     add_moment: Callable[[Tensor], bool] | None = None
-    """Does what `add_input_moment` does without making the inputs; returns False, having done nothing, if it cannot."""
+    """`add_input_moment` without forming the inputs; returns False, having added nothing, if it cannot."""
     saving: int = 1
-    """How many times less memory that takes."""
+    """By which factor that takes less memory than the inputs."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -194,7 +194,7 @@ class Outer:
         channels_first = self.g.stride(-2) == 1 and self.g.shape[-2] > 1
         examples_first = self.g.stride(1) < self.g.stride(2)
         images = (self.g.transpose(1, 2) if examples_first else self.g).flatten(1, 2)  # as they lie in memory
-        if channels_first and self.g.shape[-1] <= NARROW:
+        if channels_first and self.g.shape[-1] <= NARROW_CHANNELS:
             for group, each in enumerate(images):
                 total[group] += torch.bmm(each.mT, each).sum(0)
             return
@@ -210,7 +210,7 @@ class Outer:
 
 def _squares(g: Tensor) -> Tensor:
     """The sum over seeds of g^2 for g (M, ...), without a copy of g where it is large."""
-    if g.numel() <= SMALL:
+    if g.numel() <= SMALL_ENTRIES:
         return g.square().sum(0)
     first, *others = g.unbind()
     total = first.square()
@@ -240,7 +240,7 @@ class Lookup:
     g: Tensor
     entries: int
     padding: int | None = None
-    """A row that is never learned: its g are zero, and it is not counted."""
+    """Index of the padding row, which is never learned: its g are zero, and its look-ups are not counted."""
 
     @property
     def dtype(self) -> torch.dtype:

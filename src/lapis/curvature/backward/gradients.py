@@ -1,4 +1,4 @@
-"""Gradients of seeds at the outputs of recorded calls: in one backward pass where that pays, else in one a seed."""
+"""Backpropagation of seeds to the outputs of recorded calls: all in one pass where that is faster, else one by one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Gradients:
         return found
 
     def _looped(self, seeds: Tensor) -> Sequence[Tensor | None]:
-        """One backward pass a seed, written into (B, M, ...): the seeds of an example side by side, for products."""
+        """One backward pass for each seed. Results lie in memory as (B, M, ...), the order that later products want."""
         collected: list[Tensor | None] = []
         for i, seed in enumerate(seeds):
             found = self._grad(seed)

@@ -1,4 +1,4 @@
-"""One recorded batch: outputs, the uses of the chosen weights, and what seeds at the outputs say about each site."""
+"""One recorded batch: its outputs, its uses of the chosen weights, and the Jacobian of seeds for each site."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Record:
     Args:
         inputs: of the batch, for weights that need the network to be run again for each example.
         raw_shape: of the network's own output.
-        uses: the calls that took chosen weights, each with what a rule read off it.
-        lost: parameters with a use in this batch that no rule could read.
-        trace: what a proof on this batch rests on; None where one batch does not speak for others.
+        uses: the calls that took chosen weights, each with the use that a rule made of it.
+        lost: parameters with a use in this batch that no rule could interpret.
+        trace: identifies the calls that a proof on this batch is valid for; None where it holds for this batch only.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Record:
         return self.f.shape[0]
 
     def contributions(self, seeds: Tensor, sites: Sequence[Site] | None = None) -> list[Contribution]:
-        """What the batch says about each site's weights, for `seeds` (M, B, T, C)."""
+        """Each site's Jacobian of sum(seed * f), in factored form, for `seeds` (M, B, T, C)."""
         sites = self.plan.sites if sites is None else sites
         gradients = self.gradients.at_calls(seeds)
         uses = [self._uses(site) for site in sites]
-        # per-example gradients: always, or in this batch (a layer that sees some of the examples, or none)
+        # these take per-example gradients: always, or in this batch (a layer that sees only some examples, or none)
         loose = [not self.explains(site) for site in sites]
         names = {slot.name for site, is_loose in zip(sites, loose, strict=True) if is_loose for slot in site.slots}
         rows = self.per_example.rows(self.inputs, sorted(names), seeds) if names else {}
@@ -69,7 +69,7 @@ class Record:
         ]
 
     def explains(self, site: Site) -> bool:
-        """Whether there are uses of the site's weights, all of them readable, and of the site's kind."""
+        """Whether the site's weights were used, and every use was interpreted by a rule of the site's kind."""
         found = self._uses(site)
         kind = {"outer": OuterUse, "lookup": LookupUse}.get(site.kind, object)
         lost = any(slot.name in self.lost or slot.name in self.plan.general for slot in site.slots)

@@ -1,7 +1,7 @@
-"""What every structure's blocks share. A block is a sum over data about some sites; with a prior it becomes a Gaussian.
+"""The interface of all structures. A block holds the curvature of some sites; with a prior it becomes a Gaussian.
 
-Inside a block, weights are ordered as its sites lie one after another, each flattened; `LaplacePosterior` translates to
-the flat weight vector.
+Inside a block weights are ordered site after site, each flattened; `LaplacePosterior` translates to the order of the
+flat weight vector.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Block(ABC):
 
     kind: ClassVar[str]
     forms_jacobian: ClassVar[bool] = True
-    """Whether seeds are multiplied with the layers' inputs, so that several at once make wider products."""
+    """Whether gradients are multiplied with layer inputs, so that several seeds at once make wider products."""
     takes_rows: ClassVar[bool] = False
-    """Whether working memory for J itself, all weights of an example, has to be counted."""
+    """Whether `accumulate` forms rows of the Jacobian over all weights: working memory must be planned for them."""
     takes_moments: bool = False
-    """Whether all that is asked of layer inputs is their second moment, position by position."""
+    """Whether layer inputs a enter only through the sum of a a^T over positions, which may be formed directly."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites = tuple(sites)
@@ -38,7 +38,11 @@ class Block(ABC):
 
     @abstractmethod
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
-        """Add what some seeds say; `first` for a batch's first seeds (what does not depend on seeds is added then)."""
+        """Add the contributions (one for each site) of some of a batch's seeds.
+
+        `first` marks the first call for a batch: sums over layer inputs, which are the same for all seeds, are added
+        only then.
+        """
 
     def add_row(self, row: int, values: Tensor) -> None:
         """Add second derivatives `values` (size,) to one row of the curvature matrix."""
@@ -50,7 +54,7 @@ class Block(ABC):
         )
 
     def flush(self) -> None:  # noqa: B027  (most blocks add at once)
-        """Add what is still buffered; called at the end of a pass."""
+        """Add what is still buffered; called at the end of a pass over the data."""
 
     @abstractmethod
     def gaussian(self, prior: WeightPrior, scale: Tensor) -> BlockGaussian:
@@ -58,17 +62,17 @@ class Block(ABC):
 
     @abstractmethod
     def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
-        """Eigenvalues of the curvature by prior group: a group, or one for each eigenvalue, and a spectrum.
+        """Eigenvalues of the curvature as pairs (prior group, spectrum); the group may also be one for each eigenvalue.
 
-        None where they do not give the posterior's log-determinant (groups that share eigenvectors), or are not known
-        and costly.
+        None where the posterior's log-determinant does not follow from them (an eigenvector that belongs to several
+        groups), or where they are costly and not yet computed; see `prepare_spectra`.
         """
 
     def prepare_spectra(self, prior: WeightPrior) -> None:  # noqa: B027  (most blocks have them at little cost)
-        """Compute costly eigenvalues now, if `spectra` can use them with this prior: pays before many evaluations."""
+        """Compute costly eigenvalues now if `spectra` can use them with this prior: it pays before many evaluations."""
 
     def check(self, prior: WeightPrior) -> None:  # noqa: B027  (most structures take any prior)
-        """Refuse a prior that the structure cannot hold, before any work."""
+        """Raise an error for a prior that the structure cannot represent; called before any long work."""
 
     def options(self) -> dict[str, str]:
         """The choices beside the sites that the block was made with, by the names of its constructor's arguments.
@@ -117,7 +121,7 @@ class BlockGaussian(ABC):
 
     @abstractmethod
     def color(self, noise: Tensor) -> Tensor:
-        """White noise (n, size), in any floating dtype, turned into draws."""
+        """Draws (n, size) from white noise (n, size) of any floating dtype."""
 
     def factored(self, dtype: torch.dtype) -> FactoredDraw | None:
         """The draws that `color` makes, in factored form; None where the weights are not one matrix, or have no such
@@ -166,7 +170,7 @@ def site_precision(prior: WeightPrior, site: Site) -> Tensor:
 
 
 def common_group(prior: WeightPrior, sites: Sequence[Site]) -> int | None:
-    """The prior group of all the sites' weights, where there is one and one number is their precision."""
+    """The prior group of the sites' weights if they all share one, and with it a single precision; else None."""
     if prior.group_of is None or prior.scales is not None:
         return None
     groups = {prior.group_of[slot.name] for site in sites for slot in site.slots}

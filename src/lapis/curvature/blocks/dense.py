@@ -16,8 +16,8 @@ from lapis.curvature.recording.sites import Site
 from lapis.errors import NotPositiveDefiniteError
 from lapis.priors import WeightPrior
 
-CHEAP = 512
-"""Up to this size eigenvalues, which serve every prior and noise, are computed without being asked for."""
+SMALL_EIGENPROBLEM = 512
+"""Up to this many weights eigenvalues, which serve every prior and noise, are computed without `prepare_spectra`."""
 
 
 class DenseBlock(Block):
@@ -47,16 +47,16 @@ class DenseBlock(Block):
 
     @property
     def lower(self) -> Tensor:
-        """The matrix, of which only the lower triangle means something."""
+        """The curvature matrix, valid in its lower triangle only."""
         return self._gram.lower
 
     @property
     def curvature(self) -> Tensor:
-        """The matrix, all of it."""
+        """The whole curvature matrix."""
         return self._gram.matrix
 
     def eigenvalues(self) -> Tensor:
-        """Of the curvature, ascending; computed once."""
+        """Eigenvalues of the curvature (size,), ascending; computed once."""
         if self._eigenvalues is None:
             rows = self.few_rows
             if rows is None:
@@ -76,7 +76,7 @@ class DenseBlock(Block):
 
     def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
         group = common_group(prior, self.sites)
-        if group is None or (self._eigenvalues is None and self.size > CHEAP and self.few_rows is None):
+        if group is None or (self._eigenvalues is None and self.size > SMALL_EIGENPROBLEM and self.few_rows is None):
             return None
         return [(group, spectrum(self.eigenvalues()))]
 
@@ -99,7 +99,7 @@ class DenseGaussian(BlockGaussian):
         self.block, self.prior, self.scale = block, prior, scale
         self.differentiable = prior.requires_grad or scale.requires_grad
         self.fixed = DenseGaussian(block, prior.detach(), scale.detach()) if self.differentiable else self
-        """The same numbers, for functions that know their own derivatives."""
+        """The same Gaussian without gradients, for autograd functions that have their own backward pass."""
         self._factor: Tensor | None = None
 
     def matrix(self) -> Tensor:
@@ -124,8 +124,11 @@ class DenseGaussian(BlockGaussian):
         return self._factor
 
     def _upper(self) -> tuple[Tensor, Tensor]:
-        """The factor's transpose, and 0 if there is one. Where nobody differentiates, in the memory of one matrix: its
-        lower triangle is the upper one of what LAPACK sees, column after column."""
+        """The transpose U = L^T of the Cholesky factor, and LAPACK's status: 0 if the factorisation succeeded.
+
+        Where no gradient is needed the factor is written over a single copy of the matrix. Its lower triangle, row by
+        row in memory, is the upper triangle of the column-major matrix that LAPACK sees.
+        """
         if self.differentiable:
             upper, info = torch.linalg.cholesky_ex(self.matrix().mT, upper=True)
             return upper, info
@@ -185,22 +188,22 @@ def stacked_rows(contributions: Sequence[Contribution]) -> Tensor:
 
 
 def _inverse_diagonal(factor: Tensor) -> Tensor:
-    """diag (L L^T)^-1: the columns of L^-1, a strip of them at a time, squared and summed."""
+    """The diagonal of (L L^T)^-1: columns of L^-1, squared and summed, a strip of them at a time."""
     spans = list(strips(0, len(factor)))
     found = [torch.empty(0)] * len(spans)
     for i, (start, stop) in enumerate(spans):
         columns = factor.new_zeros(len(factor) - start, stop - start)
         columns[: stop - start].fill_diagonal_(1)
         for top, bottom in spans[i:]:
-            place = columns[top - start : bottom - start]
-            place.addmm_(factor[top:bottom, start:top], columns[: top - start], alpha=-1)
-            place.copy_(torch.linalg.solve_triangular(factor[top:bottom, top:bottom], place, upper=False))
+            strip = columns[top - start : bottom - start]
+            strip.addmm_(factor[top:bottom, start:top], columns[: top - start], alpha=-1)
+            strip.copy_(torch.linalg.solve_triangular(factor[top:bottom, top:bottom], strip, upper=False))
         found[i] = columns.square_().sum(0)
     return torch.cat(found)
 
 
 class _LogDeterminant(torch.autograd.Function):
-    """log |s C + Lambda|, of which the variances v are the derivatives by Lambda; by s it has
+    """log |s C + Lambda|. Its gradient in diag(Lambda) are the marginal variances v; its derivative in s is
     trace((s C + Lambda)^-1 C) = (P - sum(Lambda v)) / s."""
 
     @staticmethod
@@ -218,8 +221,8 @@ class _LogDeterminant(torch.autograd.Function):
 
 
 class _Variance(torch.autograd.Function):
-    """The diagonal v of W = (s C + Lambda)^-1. With slopes u it has the derivatives -(W * W) u by Lambda, and by s
-    -u . diag(W C W) = -u . (v - (W * W) Lambda) / s."""
+    """The diagonal v of W = (s C + Lambda)^-1. For an incoming gradient u, the gradient in diag(Lambda) is -(W * W) u,
+    and the one in s is -u . diag(W C W) = -u . (v - (W * W) Lambda) / s."""
 
     @staticmethod
     def forward(ctx: Any, prior: Tensor, scale: Tensor, gaussian: DenseGaussian) -> Tensor:

@@ -30,7 +30,7 @@ from lapis.priors import WeightPrior
 class KroneckerBlock(Block):
     """Sums behind A (K, I, I), or its diagonal (V,) for look-ups, and G (K, O, O), one pair for each of K groups.
 
-    Of the symmetric sums only the lower triangles are filled. A bias of its own (`bias="separate"`) has no column in A.
+    Of the symmetric sums only the lower triangles are filled. A separate bias (`bias="separate"`) has no column in A.
     """
 
     kind = "kronecker"
@@ -41,9 +41,9 @@ class KroneckerBlock(Block):
         (self.site,) = self.sites
         self.sharing, self.bias = sharing, bias
         self.takes_moments = sharing == "expand"
-        self.apart = bias == "separate" and len(self.site.slots) == 2
+        self.separate_bias = bias == "separate" and len(self.site.slots) == 2
         groups, outputs, inputs = self.site.shape
-        inputs -= int(self.apart)
+        inputs -= int(self.separate_bias)
         moment = (inputs,) if self.site.kind == "lookup" else (groups, inputs, inputs)
         self._inputs = Moment(moment)
         self._gradients = Moment((groups, outputs, outputs))
@@ -73,7 +73,7 @@ class KroneckerBlock(Block):
         contribution.add_gradient_moment(self._gradients.recent(dtype))
 
     def _refuse(self, contribution: Rows) -> None:
-        """A batch that uses the weights in a way that has no Kronecker factors; not using them at all is fine."""
+        """Raise an error if a batch uses the weights without Kronecker factors; one that does not use them is fine."""
         if bool(contribution.values.any()):
             raise ModelError(
                 f"The weights {self.site.label!r} were used in another way than in the first examples",
@@ -83,22 +83,23 @@ class KroneckerBlock(Block):
             )
 
     def mean_inputs(self) -> Tensor:
-        """The lower triangle of A without a bias of its own, or its diagonal for look-ups."""
+        """The lower triangle of A, without a separate bias; for look-ups its diagonal."""
         return self.inputs / self.positions.clamp(min=1)
 
     def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Eigenvalues and vectors of G, then of A (no vectors for look-ups: A is diagonal), a bias of its own among
-        them.
+        """Eigenvalues and eigenvectors of G, then of A, including the column of a separate bias.
+
+        For look-ups A is diagonal, and None stands for its eigenvectors.
         """
         values_g, vectors_g, values, vectors = self._decomposed()
-        if self.apart and vectors is not None and not self._padded:
+        if self.separate_bias and vectors is not None and not self._padded:
             values, vectors = pad(values, (0, 1), value=1.0), pad(vectors, (0, 1, 0, 1))
             vectors[:, -1, -1] = 1.0
             self._eigen, self._padded = (values_g, vectors_g, values, vectors), True
         return values_g, vectors_g, values, vectors
 
     def _decomposed(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The same, computed once; without the bias until somebody asked for it."""
+        """The same, computed once; a separate bias has no column in A before `eigen` was called (see `_padded`)."""
         if self._eigen is None:
             lookup = self.site.kind == "lookup"
             values, vectors = (self.inputs[None], None) if lookup else _eigh_in_place(self._inputs.copy())
@@ -108,14 +109,14 @@ class KroneckerBlock(Block):
 
     def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
         group = common_group(prior, self.sites)
-        if prior.group_of is None or (group is None and not self.apart):
+        if prior.group_of is None or (group is None and not self.separate_bias):
             return None
         if self._spectra is None:
             values_g, _, values_a, _ = self._decomposed()
-            if self.apart and self._padded:
+            if self.separate_bias and self._padded:
                 values_a = values_a[:, :-1]
             self._spectra = [product_spectrum(values_g, values_a)]
-            if self.apart:
+            if self.separate_bias:
                 self._spectra.append(spectrum(values_g))
         slots = self.site.slots[: len(self._spectra)]
         return [(prior.group_of[slot.name], part) for slot, part in zip(slots, self._spectra, strict=True)]
@@ -150,23 +151,21 @@ class KroneckerBlock(Block):
 class KroneckerGaussian(BlockGaussian):
     """Precision (Q_G (x) W) diag(eigenvalues) (Q_G (x) W)^T, so covariance (Q_G (x) R) diag(1 / eigenvalues) (...)^T.
 
-    With one prior precision W = R = Q_A; with one for each input column, D, W = D^1/2 Q_A and R = D^-1/2 Q_A. A bias of
-    its own is an eigenvector of A already and keeps its own precision. For look-ups W and R are the identity, written
-    None.
+    With one prior precision W = R = Q_A; with one for each input column, D, W = D^1/2 Q_A and R = D^-1/2 Q_A. A
+    separate bias is an eigenvector of A already and keeps its own precision. For look-ups W and R are the identity,
+    written None.
     """
 
     def __init__(self, block: KroneckerBlock, prior: Tensor, scale: Tensor) -> None:
         self.block, self.prior, self.scale = block, prior, scale
         values_g, self.outputs, values_a, vectors_a = block.eigen()
         self.shift = prior
-        self.scaled = prior.dim() > 0 and not block.apart
+        self.scaled = prior.dim() > 0 and not block.separate_bias
         if not self.scaled:
             self.forth = self.back = vectors_a
         else:
-            root = prior.sqrt()  # derivatives in it need the whole matrix
-            values_a, vectors = _eigh(
-                symmetric(block.mean_inputs()) / root / root[:, None]
-            )  # derivatives need all of it
+            root = prior.sqrt()  # its gradient needs both triangles of the matrix below
+            values_a, vectors = _eigh(symmetric(block.mean_inputs()) / root / root[:, None])
             self.forth, self.back = vectors * root[:, None], vectors / root[:, None]
             self.shift = torch.ones_like(root[0])
         self.values = values_g, values_a
@@ -245,7 +244,10 @@ class KroneckerGaussian(BlockGaussian):
 
 
 def _eigh_in_place(lower: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, with the vectors where the matrix was: LAPACK sees the lower triangle as the upper one of columns."""
+    """Eigenvalues and eigenvectors as by `_eigh`, with the vectors written over the matrix.
+
+    The lower triangle, row by row in memory, is the upper triangle of the column-major matrix that LAPACK sees.
+    """
     matrix = lower.mT
     values = lower.new_empty(lower.shape[:-1])
     torch.linalg.eigh(matrix, UPLO="U", out=(values, matrix))
@@ -253,6 +255,6 @@ def _eigh_in_place(lower: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eigh(lower: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and vectors of the symmetric matrix with this lower triangle; what stands above is never read."""
+    """Eigenvalues and eigenvectors of the symmetric matrix with this lower triangle; the upper one is never read."""
     values, vectors = torch.linalg.eigh(lower, UPLO="L")
     return values.clamp(min=0), vectors

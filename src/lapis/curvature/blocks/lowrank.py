@@ -27,14 +27,16 @@ RANK_FRACTION = 0.01
 variance by more than a hundredth."""
 
 MOST_ADAPTIVE = 1000
-"""Largest rank chosen on the user's behalf."""
+"""Largest rank that is chosen automatically."""
 
-PRECISE = 0.75
-"""Eigenpairs are found to eps to this power, relative to the largest eigenvalue: 2e-12 in float64, 6e-6 in float32."""
+TOLERANCE_POWER = 0.75
+"""Lanczos' tolerance is eps to this power, relative to the largest eigenvalue: 2e-12 in float64, 6e-6 in float32."""
 
 TINY = 1e-300
+"""The smallest threshold for eigenvalues: those of a rank-deficient GGN that are zero are never asked for."""
+
 MARGIN = 1e-6
-"""By this much an eigenvalue must exceed the smallest kept one to take its place."""
+"""By this fraction an eigenvalue must exceed the smallest kept one to replace it."""
 
 
 class LowRankBlock(Block):
@@ -187,7 +189,7 @@ class LowRankGaussian(BlockGaussian):
 
 @dataclass(frozen=True)
 class Leading:
-    """The largest eigenvalues (r,) of a GGN with their vectors (r, P), falling; `note` says how many and why."""
+    """The largest eigenvalues (r,) of a GGN and their vectors (r, P), descending; `note` says how many and why."""
 
     values: Tensor
     vectors: Tensor
@@ -232,7 +234,7 @@ def leading_eigenpairs(
         found = lanczos_eigenpairs(
             _deflated(operator, vectors),
             rank=min(most, operator.size - len(values)),
-            tolerance=torch.finfo(operator.dtype).eps ** PRECISE,
+            tolerance=torch.finfo(operator.dtype).eps ** TOLERANCE_POWER,
             threshold=float(values[most - 1]) if full else max(threshold if rank is None else 0.0, TINY),
             max_steps=min(operator.size - len(values), max(4 * most + 40, 1), max(fits, most)),
             generator=generator,

@@ -1,4 +1,4 @@
-"""Eigenvalues with multiplicities, so few that a log-determinant and its derivatives cost microseconds.
+"""Eigenvalues compressed to a few hundred with multiplicities, so that log-determinants cost microseconds.
 
 The evidence needs sum_i f(log l_i) for f(x) = log(s e^x + d) and its derivatives, at many scales s and precisions d.
 These f are analytic within pi of the real axis, so that interpolation between STENCIL points of a grid of step STEP in
@@ -17,17 +17,19 @@ import torch
 from torch import Tensor
 
 STEP = 1 / 16
-STENCIL = 12
-"""Interpolation errs by about (STEP * STENCIL / (2 pi e))^STENCIL = 5e-17."""
+"""Distance of grid points in the logarithm of the eigenvalue."""
 
-KEPT = 4096
+STENCIL = 12
+"""Grid points that interpolate one eigenvalue, with an error of about (STEP * STENCIL / (2 pi e))^STENCIL = 5e-17."""
+
+MOST_EXACT = 4096
 """Up to this many eigenvalues are kept as they are."""
 
 SMALLEST = 1e-100
-"""Smaller eigenvalues count as zero: no precision in use feels them, and the grid must end somewhere."""
+"""Smaller eigenvalues count as zero: beside any prior precision in use they are, and the grid must end somewhere."""
 
-AT_ONCE = 2**15
-"""Eigenvalues put on the grid in one go: the work stays in the cache."""
+CHUNK = 2**15
+"""Eigenvalues interpolated in one go, few enough to stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Spectrum:
 def spectrum(values: Tensor) -> Spectrum:
     """The spectrum of these eigenvalues, of any shape; negative ones stay as they are."""
     flat = values.detach().cpu().reshape(-1)
-    if flat.numel() <= KEPT:
+    if flat.numel() <= MOST_EXACT:
         return Spectrum(flat, torch.ones_like(flat))
     array = flat.numpy()
     positive = array > SMALLEST
@@ -54,7 +56,7 @@ def product_spectrum(left: Tensor, right: Tensor) -> Spectrum:
     """The spectrum of K Kronecker products whose factors have eigenvalues (K, m) and (K, n), none negative."""
     groups, m = left.shape
     n = right.shape[-1]
-    if groups > 1 or m * n <= KEPT:
+    if groups > 1 or m * n <= MOST_EXACT:
         return spectrum(left[:, :, None] * right[:, None, :])
     factors = [part.detach().cpu().reshape(-1).numpy() for part in (left, right)]
     kept = [part[part > SMALLEST] for part in factors]
@@ -67,14 +69,17 @@ _DENOMINATORS = np.array([np.prod([k - m for m in _POINTS if m != k], dtype=np.f
 
 
 def _on_grid(values: np.ndarray) -> tuple[int, np.ndarray]:
-    """Lagrange's polynomials of log(values) / STEP summed at each grid point, and the first point's number."""
+    """The index of the first grid point used, and the weight of every grid point from there on.
+
+    A grid point's weight is the sum over eigenvalues of its Lagrange polynomial at log(value) / STEP.
+    """
     if len(values) == 0:
         return 0, np.zeros(1)
-    places = np.log(values) / STEP
-    low = int(np.floor(places.min())) + int(_POINTS[0])
-    total = np.zeros(int(np.floor(places.max())) + int(_POINTS[-1]) - low + 1)
-    for start in range(0, len(places), AT_ONCE):
-        part = places[start : start + AT_ONCE]
+    positions = np.log(values) / STEP
+    low = int(np.floor(positions.min())) + int(_POINTS[0])
+    total = np.zeros(int(np.floor(positions.max())) + int(_POINTS[-1]) - low + 1)
+    for start in range(0, len(positions), CHUNK):
+        part = positions[start : start + CHUNK]
         base = np.floor(part)
         distances = (part - base) - _POINTS[:, None]
         before = np.ones_like(distances)
@@ -90,7 +95,7 @@ def _on_grid(values: np.ndarray) -> tuple[int, np.ndarray]:
 
 
 def _joined(low: int, weights: np.ndarray, zeros: int, others: np.ndarray | None = None) -> Spectrum:
-    """Grid points, so many zeros, and other eigenvalues that occur once."""
+    """The spectrum of weighted grid points from index `low` on, a number of zeros, and others that occur once."""
     found = [np.exp(STEP * (low + np.arange(len(weights)))), np.zeros(1)]
     counts = [weights, np.full(1, float(zeros))]
     if others is not None and len(others):

@@ -1,1 +1,1 @@
-"""What a forward pass leaves behind: which function took which weights, and where its examples lay."""
+"""Recording a forward pass: which functions used which weights, on which inputs, and along which axis examples lie."""

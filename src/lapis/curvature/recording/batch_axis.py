@@ -27,7 +27,7 @@ class BatchAxis:
         return self.dim == 0 and self.before == 1 and self.after == 1
 
     def alike(self, other: BatchAxis) -> bool:
-        """The same order: an example's positions side by side, or a position's examples."""
+        """Whether both fold in the same order: (examples, positions), or (positions, examples)."""
         return self.dim == other.dim and (self.before == 1, self.after == 1) == (other.before == 1, other.after == 1)
 
     def unfold(self, tensor: Tensor, lead: int = 0) -> Tensor:
@@ -38,12 +38,12 @@ class BatchAxis:
         return folded.movedim(dim + 1, lead)
 
     def front(self, tensor: Tensor, lead: int = 0) -> Tensor:
-        """The same, without the two extra axes where the examples are in front already."""
+        """`unfold`, or the tensor itself, without the two extra axes, where its first axis is the examples already."""
         return tensor if self.trivial else self.unfold(tensor, lead)
 
 
 def locate(large: Tensor, small: Tensor, many: int, few: int) -> list[BatchAxis]:
-    """Where `many` examples can be in `large`, `small` holding the first `few`: one axis, each fold of it that fits."""
+    """All batch axes that `large`, from `many` examples, can have if `small` comes from the first `few` of them."""
     if large.dim() != small.dim():
         return []
     differing = [dim for dim in range(large.dim()) if large.shape[dim] != small.shape[dim]]

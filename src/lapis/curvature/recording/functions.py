@@ -1,4 +1,4 @@
-"""The table of functions that have a rule: the names of their arguments, and what reads them."""
+"""The table of torch functions that have a rule, with their signatures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lapis.curvature.recording import layers
 from lapis.curvature.recording.layers import Rule
 
 REQUIRED = object()
+"""Stands for the default of an argument that has none."""
 
 LINEAR = {"input": REQUIRED, "weight": REQUIRED, "bias": None}
 PRODUCT = {"input": REQUIRED, "weight": REQUIRED}
@@ -66,7 +67,7 @@ RULES: dict[Any, tuple[Signature, Rule]] = {function: (signature, rule) for func
 
 
 def bind(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, defaults filled in; torch calls the right operand of a product by other names."""
+    """Arguments by name, with defaults; the operands of products, which torch names in several ways, are renamed."""
     bound = signature | dict(zip(signature, args, strict=False))
     if not kwargs:
         return bound

@@ -1,9 +1,9 @@
-"""What each kind of layer's input and output-gradient say about its weights: one small rule a kind.
+"""Rules for layers: how a weight's gradient follows from the layer's input and the gradient at its output.
 
-The tape listens to torch functions, not to modules, so a rule holds however a weight is used: through its module,
-through `F.linear(x, layer.weight)`, tied, or packed in attention. A rule turns a recorded call into `Use`s; each use
-knows its slots and turns raw output-gradients into the arrays of `contributions`. A rule that does not understand a
-call returns nothing, and the weights concerned fall to the general per-example rule: slower, and exact.
+Torch functions are recorded, not modules, so a rule holds however a weight is used: through its module, through
+`F.linear(x, layer.weight)`, tied, or packed in attention. A rule turns a recorded call into `Use`s; each use knows its
+slots, and turns raw gradients at the output, (M, *output), into the arrays of `contributions`. A rule that cannot
+interpret a call returns no uses; the weights concerned then take the general per-example rule, slower and exact.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Call:
     """Argument name -> the slot of the chosen weights that it holds."""
     output_shape: torch.Size
     edge: Any
-    """Autograd's name for the output: gradients can be taken with respect to it even after in-place changes."""
+    """Autograd's edge at the output: gradients can be taken with respect to it even after in-place changes."""
     probe: Tensor
-    """A tensor with the examples somewhere among its axes; where, is found by comparing two batch sizes."""
+    """The input (or output) along one of whose axes the examples lie; which, is found by comparing two batch sizes."""
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Equal for equal uses in different batches."""
+        """The function and the weights it took; the same in every batch."""
         return (self.function, tuple((name, slot.rows) for name, slot in self.slots.items()))
 
 
@@ -51,11 +51,13 @@ class OuterUse:
     inputs: Callable[[], Tensor]
     gradient: Callable[[Tensor], Tensor]
     moment: PatchMoment | None = None
-    """The sum of a a^T over the inputs, where it is faster not to make them."""
+    """The sum of a a^T over the inputs a, where it is faster without forming them."""
 
 
 @dataclass(frozen=True)
 class LookupUse:
+    """An embedding: `index` (B, T) into `entries` rows; `gradient(raw)` gives (M, B, O, T)."""
+
     weight: Slot
     index: Tensor
     gradient: Callable[[Tensor], Tensor]
@@ -208,7 +210,7 @@ def _broadcast_rows(slot: Slot, shape: torch.Size, axis: BatchAxis, factor: Tens
         product = raw if factor is None else raw * factor
         aligned = (1,) * (product.dim() - 1 - len(shape)) + tuple(shape)
         kept = (*aligned[: axis.dim], 1, 1, *aligned[axis.dim + 1 :])
-        summed = [2 + place for place, length in enumerate(kept) if length == 1]
+        summed = [2 + dim for dim, length in enumerate(kept) if length == 1]
         return axis.unfold(product, 1).sum(summed).reshape(*product.shape[:1], -1, count(shape))
 
     entries = count(shape)
@@ -225,8 +227,8 @@ def broadcast(call: Call, axis: BatchAxis) -> list[Use]:
         return []
     for name, slot in call.slots.items():
         shape = call.arguments[name].shape
-        place = axis.dim - (len(call.output_shape) - len(shape))
-        if place >= 0 and shape[place] != 1:
+        own_dim = axis.dim - (len(call.output_shape) - len(shape))  # the parameter's axis along the examples
+        if own_dim >= 0 and shape[own_dim] != 1:
             return []
         factor = call.probe.detach() if call.function in _PRODUCTS else None
         uses.append(_broadcast_rows(slot, shape, axis, factor))

@@ -1,6 +1,6 @@
-"""Listening to a forward pass: every call of a function with a rule, and every module that has a rule of the user's.
+"""Intercepting a forward pass: every call of a function with a rule, and every module with a rule of the user's own.
 
-The listener hears to torch functions rather than modules, so it sees weights however they are used: through their
+Torch functions are intercepted rather than modules, so that weights are seen however they are used: through their
 module, through functional calls, tied, or inside attention.
 """
 
@@ -66,10 +66,10 @@ def register_rule(kind: type[nn.Module]) -> Callable[[ModuleRule], ModuleRule]:
 
 
 class Listener(TorchFunctionMode):
-    """Notes every call of a function in RULES that has a chosen weight among its arguments."""
+    """Records every call of a function in RULES that has a chosen weight among its arguments."""
 
     def __init__(self, slots: Mapping[int, Slot], claimed: frozenset[str], proofs: Proofs) -> None:
-        """`slots`: each whole parameter's, by its id."""
+        """`slots`: the slot of each whole parameter, by the tensor's id; `claimed`: parameters to leave out."""
         super().__init__()
         self._proofs = proofs
         self._slots = {key: slot for key, slot in slots.items() if slot.name not in claimed}
@@ -98,7 +98,7 @@ class Listener(TorchFunctionMode):
         return output
 
     def _note_unread(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """A function without a rule took a chosen weight, and did more than make a view of it."""
+        """Note chosen weights that a function without a rule took, unless it only made a view of them."""
         for tensor in _members((*args, *kwargs.values())):
             base = tensor if id(tensor) in self._slots else tensor._base
             if base is None or id(base) not in self._slots or id(tensor) in self._expanded:
@@ -108,7 +108,7 @@ class Listener(TorchFunctionMode):
 
     @contextmanager
     def _listening_to_linear(self) -> Iterator[None]:
-        """Attention projects with `linear` inside one opaque function; listen there too."""
+        """Record `F.linear` inside torch's attention function too, which would otherwise be a single opaque call."""
         original = F.linear
 
         def linear(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class Listener(TorchFunctionMode):
         return output
 
     def _resolve(self, tensor: Any) -> Slot | None:
-        """The chosen weights that a tensor is: a whole parameter, or some of its rows (as attention cuts them)."""
+        """The slot that a tensor is: a whole chosen parameter, or some of its rows, as attention slices them."""
         if not isinstance(tensor, Tensor) or id(tensor) in self._expanded:
             return None
         if id(tensor) in self._slots:
@@ -181,9 +181,9 @@ def listening(
     ignored: frozenset[str],
     rules: Mapping[type[nn.Module], ModuleRule],
 ) -> Iterator[Listener]:
-    """A listener that notes the calls that use chosen weights, but for `ignored` parameters, while the context lasts.
+    """Within the context, record calls that use chosen weights, except `ignored` ones.
 
-    `slots`: each whole parameter's, by its id.
+    `slots`: the slot of each whole parameter, by the tensor's id.
     """
     named = network.module.named_modules() if rules else ()
     modules = [(f"{path}." if path else "", module) for path, module in named if type(module) in rules]
@@ -208,7 +208,7 @@ def listening(
 
 
 def _hook(rule: ModuleRule, slots: dict[str, Slot], calls: list[Call]) -> Callable[..., None]:
-    """A forward hook that notes a module with a rule of the user's own."""
+    """A forward hook that records the call of a module with a rule of the user's own."""
 
     def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not (isinstance(output, Tensor) and output.requires_grad and inputs and isinstance(inputs[0], Tensor)):

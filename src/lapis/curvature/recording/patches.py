@@ -1,4 +1,4 @@
-"""What a convolution's weights see: the patch of the images under each output position, and moments of all patches."""
+"""Inputs of convolutions as matrices: the image patch under each output position, and second moments of all patches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lapis.proofs import close
 PATCH_MOMENTS = "moments of patches that share their rows"
 
 MANY_ROWS = 2
-"""Output rows, as a multiple of the kernel's, from which it pays that patches share their rows."""
+"""Output rows, as a multiple of the kernel's, from which `add_patch_moment` is faster than a product of patches."""
 
 
 class Axis(NamedTuple):
@@ -25,7 +25,7 @@ class Axis(NamedTuple):
     stride: int
     dilation: int
     before: int
-    """Zeros put before the axis begins, and after it ends."""
+    """Padding with zeros before the axis begins, and (`after`) after it ends."""
     after: int
 
     def positions(self, length: int) -> int:
@@ -67,7 +67,7 @@ def _unfolded(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
 
 
 def transposed_patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], groups: int) -> Tensor:
-    """The same for transposed convolutions: what each weight sees of the input at each output position."""
+    """The same for transposed convolutions: the input value that each weight multiplies at each output position."""
     channels, taps = x.shape[1], count(kernel)
     one_hot = torch.eye(taps, dtype=x.dtype, device=x.device).reshape(taps, *kernel)
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(kernel) - 1]
@@ -85,14 +85,14 @@ def transposed_patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, 
 
 
 def rows_overlap(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any]) -> bool:
-    """Whether patches share so many rows (positions along the first axis) that `add_patch_moment` is faster."""
+    """Whether patches share enough rows (positions along the first axis) for `add_patch_moment` to be faster."""
     first = _axes(kernel, arguments)[0]
     positions = first.positions(x.shape[2])
     return first.kernel > 1 and first.stride == first.dilation == 1 and positions >= MANY_ROWS * first.kernel
 
 
 def add_patch_moment(total: Tensor, x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], groups: int) -> None:
-    """Add the sum of a a^T over all patches a to `total` (K, I, I), with a last one for the bias if it has a place.
+    """Add the sum of a a^T over all patches a to `total` (K, I, I), or (K, I + 1, I + 1) with a bias.
 
     Patches are made along all axes but the first: U_h for each row h. Taps i and i + d of the first axis meet in the
     sum of U_h U_(h + d)^T over rows h from i on, as many as there are outputs. For one d these sums have all rows in
@@ -145,7 +145,7 @@ class PatchMoment:
 
     @property
     def saving(self) -> int:
-        """How many times less memory that takes than the patches."""
+        """By which factor that takes less memory than the patches."""
         return self.kernel[0]
 
     @property

@@ -26,7 +26,7 @@ class QuickPooling(TorchFunctionMode):
         super().__init__()
         self.proofs = proofs
         self.used = False
-        """Whether there was any."""
+        """Whether any pooling was done by shifted views."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Where weights sit: a slot is a part of one parameter, a site a set of slots that one kind of layer use explains.
+"""Slots and sites: a slot is a part of one parameter; a site is the slots that one layer uses together.
 
 A site's weights form an array `shape`: (groups, outputs, inputs) for matrices, where a bias is the last column of
 inputs; (entries,) otherwise. `gather` and `scatter` translate between that order and the flat weight vector.
@@ -33,7 +33,7 @@ class Slot:
 
     @property
     def rows(self) -> tuple[str, int, int]:
-        """What decides whether two slots are the same weights."""
+        """Parameter name, first row and the one after the last: equal for slots that are the same weights."""
         return (self.name, self.start, self.stop)
 
     @property
@@ -93,7 +93,7 @@ class Site:
         return " + ".join(slot.name for slot in self.slots)
 
     def spans(self, network: Network) -> list[tuple[int, int]]:
-        """Where each slot lies in the flat weight vector."""
+        """(start, stop) of each slot in the flat weight vector."""
         found = []
         for slot in self.slots:
             shape = network.shapes[slot.name]
@@ -115,7 +115,7 @@ class Site:
         return [array] if len(self.slots) == 1 else [array[..., :-1], array[..., -1:]]
 
     def scatter(self, array: Tensor, vector: Tensor, network: Network) -> None:
-        """Write (..., *shape) into its places in (..., P)."""
+        """Write (..., *shape) into the site's entries of a flat vector (..., P)."""
         for slot, part, (start, stop) in zip(self.slots, self.parts(array), self.spans(network), strict=True):
             vector[..., start:stop] = slot.restore(part)
 
