@@ -21,8 +21,7 @@ from lapis.solvers.preconditioners import (
 )
 from lapis.solvers.probes import Estimate
 from lapis.solvers.quadrature import QuadratureEstimate, SpectralQuadrature, logdet, spectral_quadrature
-from lapis.solvers.trace import hutch_plus_plus, hutchinson_diagonal, hutchinson_trace
-from lapis.solvers.xtrace import xtrace
+from lapis.solvers.trace import hutch_plus_plus, hutchinson_diagonal, hutchinson_trace, xtrace
 
 __all__ = [
     "CGProgress",
