@@ -1,4 +1,4 @@
-"""Linear algebra without matrices: A is known by its products with blocks of vectors (k, P), one vector a row.
+"""Linear algebra without matrices: A is known by its products with blocks of vectors (k, P), one vector per row.
 
 Every solve returns a frozen value with its result and statistics; failure is said, never hidden. Randomness comes from
 an explicit generator only.
