@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
+import inspect
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import lapis
 from lapis import errors
 
 if sys.version_info >= (3, 11):
@@ -130,6 +134,28 @@ def test_every_error_says_what_was_expected_what_came_and_what_to_do() -> None:
                     missing.append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert found > 50
     assert missing == []
+
+
+def test_no_package_exports_a_name_of_one_of_its_modules() -> None:
+    """Or `package.name` would be the function for some and the module for others."""
+    found = []
+    for init in sorted((ROOT / "src" / "lapis").rglob("__init__.py")):
+        modules = {entry.stem for entry in init.parent.iterdir() if entry.suffix == ".py" or entry.is_dir()}
+        package = ".".join(init.parent.relative_to(ROOT / "src").parts)
+        held = vars(importlib.import_module(package))
+        found += [f"{package}.{n}" for n in sorted(modules & held.keys()) if not inspect.ismodule(held[n])]
+    assert found == []
+
+
+def test_lapis_comes_with_metrics_and_with_plots_that_are_loaded_on_first_use() -> None:
+    """matplotlib takes a noticeable part of a second to import, and most programs draw nothing."""
+    script = (
+        "import sys, lapis; assert lapis.metrics.auroc; assert 'matplotlib' not in sys.modules; "
+        "assert lapis.plots.regression_band; assert 'matplotlib' in sys.modules; assert 'plots' in dir(lapis)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'plot'"):
+        _ = lapis.plot
 
 
 def test_package_is_marked_as_typed() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from lapis import metrics
 from lapis.curvature.recording.listener import register_rule
 from lapis.errors import (
     DataError,
@@ -37,10 +40,25 @@ from lapis.predictions import Prediction
 from lapis.priors import Prior
 from lapis.training import Comparison, compare, train
 
+if TYPE_CHECKING:
+    from lapis import plots
+else:
+
+    def __getattr__(name: str) -> Any:
+        """`lapis.plots`, imported when first used: matplotlib takes a noticeable part of a second."""
+        if name == "plots":
+            return import_module("lapis.plots")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 try:
     __version__ = version("lapis")
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def unflatten(vector: Tensor, like: Posterior | nn.Module) -> dict[str, Tensor] | list[dict[str, Tensor]]:
@@ -87,7 +105,9 @@ __all__ = [
     "compare",
     "laplace",
     "load",
+    "metrics",
     "normalised_groups",
+    "plots",
     "register_rule",
     "train",
     "unflatten",

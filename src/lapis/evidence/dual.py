@@ -7,7 +7,7 @@ r = l'(f) / T + a, and Newton's step under the present curvature l''/T = S S^T
     a <- a + s,    s = -(I + S S^T K)^-1 r = -r + S (I + S^T K S)^-1 S^T K r,
 
 at the cost of one Cholesky factor; -1/2 r^T K s is the decrease that the quadratic model promises. The optimal a is
--l'(f) / T, which says little of the prior: a good start for the next one.
+-l'(f) / T, which depends little on the prior: the a of one prior is a good start under another.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DualModel:
         return prior.mean + self.kernel.backward(dual) / prior.vector()
 
     def dual_at(self, weights: Tensor, likelihood: Likelihood, temperature: float) -> Tensor:
-        """-l'(f) / T (M,) at the linear model's outputs for some weights: theirs, if they are a mode."""
+        """-l'(f) / T (M,) at the linear model's outputs for some weights; the a of these weights if they are a mode."""
         f = self.at_centre + self.kernel.forward(weights - self.centre)
         pairs = zip(self.split(f), self.targets, strict=True)
         return -torch.cat([likelihood.gradient(part, y).flatten() for part, y in pairs]) / temperature

@@ -1,9 +1,9 @@
-"""MacKay's fixed point: alpha_g <- gamma_g / |theta_g - m_g|^2, noise^2 <- SSE / (n - gamma), made monotone and quick.
+"""MacKay's fixed point: alpha_g <- gamma_g / |theta_g - m_g|^2, noise^2 <- SSE / (n - gamma), monotone and accelerated.
 
 In logarithms every coordinate of the step has the sign of the evidence's slope, so the step points uphill: when the
-evidence falls the step was too long, and halving it must help until rounding is reached. Plain iterations can crawl
-(a noise and a precision that trade off); where Anderson's extrapolation from the last few raises the evidence, it is
-used.
+evidence falls, the step was too long, and halving it helps until rounding is reached. Plain iterations can be slow
+(when a noise and a precision can be traded for each other). Anderson's extrapolation from the last few iterates is used
+wherever it raises the evidence.
 """
 
 from __future__ import annotations

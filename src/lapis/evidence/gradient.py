@@ -11,15 +11,17 @@ from lapis.evidence.point import Evaluate, Point, limits, relative_error
 from lapis.evidence.search import FLAT, Search
 
 FAILED_LINE_SEARCH = 2
-"""L-BFGS-B's status when what it remembers of the slopes no longer points uphill; a fresh start forgets it."""
+"""L-BFGS-B's status when its approximate Hessian no longer gives an uphill direction; a restart discards it."""
+
 RESTARTS = 3
+"""Restarts after such failures, at most."""
 
 
 def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: float) -> Search:
     """From `start` until slope / max(1, gamma), the relative error of MacKay's equations, is at most `tolerance`.
 
-    Where the posterior does not exist in rounding (a precision of nothing on curvature without full rank) the evidence
-    counts as very low, so that the line search turns back.
+    Where the posterior precision is not positive definite in float64 (tiny prior precisions on curvature without full
+    rank) the evidence counts as very low, so that the line search turns back.
     """
     bounds = limits(start)
     points = [start]

@@ -1,8 +1,8 @@
 """Newton's method on the log evidence over logarithms of the hyperparameters, where its derivatives are closed forms.
 
-The evidence is concave there (see `spectral`), so that a Newton step, cut to a sensible length, rises; where it went
-too far, halving it must help until rounding is reached. Groups touch each other through the noise alone, so the linear
-system is an arrow and costs one pass over the groups.
+The evidence is concave there (see `spectral`), so that a Newton step of limited length points uphill; where it went too
+far, halving it helps until rounding is reached. Groups are coupled through the noise alone, so the Hessian is an arrow
+matrix (a diagonal, one row and one column) and the linear system costs one pass over the groups.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: 
 
 
 def _step(point: Point, bounds: np.ndarray) -> np.ndarray:
-    """Newton's step over what is free to move, kept within range; along the scaled slope where cutting bent it back."""
+    """Newton's step for the coordinates that are not at a bound, shortened to the range.
+
+    Shortening each coordinate can turn the step downhill; then the slope, scaled by the Hessian's diagonal, is used.
+    """
     assert point.spread is not None
     tiny = np.finfo(np.float64).tiny
     groups = len(point.penalty)

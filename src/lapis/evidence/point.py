@@ -1,4 +1,4 @@
-"""The evidence at one setting of the hyperparameters: value, slope, and what MacKay's equations read off them."""
+"""The evidence at one setting of the hyperparameters: value, slope, and the terms of MacKay's equations."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Point:
 
 
 def _log(values: Any) -> np.ndarray:
-    """Of what may have reached zero."""
+    """Logarithm of numbers >= 0, where zero counts as the smallest positive float."""
     logs: np.ndarray = np.log(np.maximum(values, np.finfo(np.float64).tiny))
     return logs
 
@@ -102,7 +102,8 @@ def evaluate(candidate: Candidate, logs: np.ndarray) -> Point | None:
 
 
 Evaluate = Callable[[np.ndarray], "Point | None"]
-"""Logarithms of the hyperparameters to the evidence there, None where the posterior does not exist in rounding."""
+"""Logarithms of the hyperparameters to the evidence there; None where the posterior precision is not positive definite
+in float64."""
 
 
 def limits(point: Point) -> np.ndarray:

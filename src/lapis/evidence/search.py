@@ -1,4 +1,4 @@
-"""What searches for the evidence's maximum share: how far they step, and what they hand back."""
+"""What the searches for the evidence's maximum have in common: limits on their steps, and their result."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ LONGEST_STEP = 5.0
 """A factor of exp(5) at once: gamma at the other end of a longer step has little to do with gamma here."""
 
 HALVINGS = 30
+"""A step that still lowers the evidence after this many halvings is given up."""
 
 FLAT = 1000
-"""A search that can raise the evidence no more in rounding has converged when its slope is this near the tolerance."""
+"""When rounding keeps a search from raising the evidence further, a slope below this many tolerances is converged."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Search:
 
 
 def within(logs: np.ndarray, step: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """The step, shortened to stay in range and to be no leap."""
+    """The step, each coordinate shortened to at most LONGEST_STEP and so that logs + step stays within +-bounds."""
     short = np.minimum(np.maximum(step, -LONGEST_STEP), LONGEST_STEP)
     moved: np.ndarray = np.minimum(np.maximum(logs + short, -bounds), bounds) - logs
     return moved

@@ -1,4 +1,4 @@
-"""The evidence on eigenvalues of the curvature: value, slope and second derivatives in closed form, no pass over data.
+"""The evidence from eigenvalues of the curvature: value, slope, second derivatives in closed form, no pass over data.
 
 With posterior precisions s l_i + alpha_g, shares c_i = s l_i / (s l_i + alpha_g) that the data determine, and
 s = s_0 exp(-2v) for noise exp(v) times what it was, over u = log alpha:
@@ -36,11 +36,12 @@ class SpectralEvidence:
     log_likelihood: float
     """At the present noise, over the temperature."""
     errors: float = 0.0
-    """E/T at the present noise, and below n/T: what a noise needs to be tuned."""
+    """E/T, the sum of squared errors over noise variance and temperature, at the present noise; to tune the noise."""
     targets: float = 0.0
+    """n/T, the number of targets over the temperature; to tune the noise."""
 
     def __call__(self, logs: np.ndarray) -> Point | None:
-        """The evidence at exp(logs), or None where the posterior does not exist in rounding."""
+        """The evidence at exp(logs), or None where the posterior precision is not positive definite."""
         groups = len(self.sizes)
         noisy = len(logs) > groups
         u, v = logs[:groups], float(logs[-1]) if noisy else 0.0

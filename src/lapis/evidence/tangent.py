@@ -1,10 +1,10 @@
-"""The mode theta* of the tangent linear model, which the evidence of modern networks is taken at.
+"""The mode theta* of the tangent linear model, at which the evidence of networks that are not at a mode is taken.
 
 theta* = argmin sum_n l(f_n + J_n (theta - t), y_n) / T + 1/2 |theta - m|^2_Lambda: convex when l is convex in f,
 whatever the network. Found by Newton's method. Where outputs are few, each step is exact, in the outputs' space
-(`lapis.evidence.dual`), and another prior takes no pass over the data. Elsewhere a step is solved by conjugate
-gradients, preconditioned with the posterior's own precision, so that a Gaussian likelihood with the dense structure
-takes one product. t stays the linearisation point.
+(`lapis.evidence.dual`), and a change of the prior needs no further pass over the data. Otherwise a step is solved by
+conjugate gradients, preconditioned with the posterior's own precision, so that a Gaussian likelihood with the dense
+structure takes one product. t stays the linearisation point.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class TangentMode:
 
 
 class TangentProblem:
-    """The data of the tangent model: targets, outputs at t, Jacobian products; and how far to solve it.
+    """The data of the tangent model (targets, outputs at t, Jacobian products), and how precisely to solve it.
 
-    The tolerance, in nats times the loss where that is above one, is 1e-16 for a float64 network when not given, and
-    1e-5 for float32, whose products are no more exact.
+    The tolerance is in nats, multiplied by the loss where that is above one. When not given it is 1e-16 for a float64
+    network, and 1e-5 for a float32 one, whose products are no more exact.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tuning prior precisions and noise by the evidence, on the training data alone, and telling how it went."""
+"""Tuning prior precisions and noise by the evidence, on the training data alone, with a record of the search."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def tune(
 
 
 def degeneracies(point: Point, tuning: Tuning, sizes: np.ndarray) -> list[str]:
-    """What the data could not decide, and why, in words."""
+    """Warnings about hyperparameters that the data do not determine, and about a search that did not converge."""
     found = []
     share = point.gamma / sizes
     distance = point.penalty / np.exp(point.logs[: len(sizes)])

@@ -6,10 +6,10 @@ axes, and save it inside the same context.
 
 from __future__ import annotations
 
+from lapis.plots.appearance import BLUE, COLOURS, GREY, INK, ORANGE, style
 from lapis.plots.calibration import reliability_diagram
 from lapis.plots.entropy import entropy_histogram
 from lapis.plots.regression import regression_band
-from lapis.plots.style import BLUE, COLOURS, GREY, INK, ORANGE, style
 
 __all__ = [
     "BLUE",

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from lapis.metrics import reliability
-from lapis.plots.style import GREY
+from lapis.plots.appearance import GREY
 
 
 def reliability_diagram(axes: Axes, probs: Mapping[str, Tensor], targets: Tensor, *, bins: int = 10) -> None:

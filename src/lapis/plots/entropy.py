@@ -6,7 +6,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from lapis.plots.style import GREY, PURPLE
+from lapis.plots.appearance import GREY, PURPLE
 
 
 def entropy_histogram(

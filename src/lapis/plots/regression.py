@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from lapis.errors import DataError, OptionError
-from lapis.plots.style import BLUE, GREY, INK
+from lapis.plots.appearance import BLUE, GREY, INK
 
 
 def regression_band(

@@ -1,4 +1,4 @@
-"""Linear algebra without matrices: A is known by its products with blocks of vectors (k, P), one vector a row.
+"""Linear algebra without matrices: A is known by its products with blocks of vectors (k, P), one vector per row.
 
 Every solve returns a frozen value with its result and statistics; failure is said, never hidden. Randomness comes from
 an explicit generator only.
@@ -21,8 +21,7 @@ from lapis.solvers.preconditioners import (
 )
 from lapis.solvers.probes import Estimate
 from lapis.solvers.quadrature import QuadratureEstimate, SpectralQuadrature, logdet, spectral_quadrature
-from lapis.solvers.trace import hutch_plus_plus, hutchinson_diagonal, hutchinson_trace
-from lapis.solvers.xtrace import xtrace
+from lapis.solvers.trace import hutch_plus_plus, hutchinson_diagonal, hutchinson_trace, xtrace
 
 __all__ = [
     "CGProgress",

@@ -1,6 +1,6 @@
 """Stochastic gradient descent on quadratics 1/2 z^T A z - b^T z, many right-hand sides at once.
 
-For problems where even one exact product with A is dear: each step sees an unbiased estimate of A z - b, from a
+For problems where even one exact product with A is expensive: each step sees an unbiased estimate of A z - b, from a
 minibatch. Nesterov momentum, clipping by norm, and an average over iterates, which removes most of the noise that a
 constant step leaves.
 """
@@ -29,10 +29,10 @@ GROWTH = 1e6
 
 @dataclass(frozen=True)
 class SGDSettings:
-    """How to descend; checked on creation.
+    """Settings of a run; their values are checked on creation.
 
     Args:
-        steps: of the whole run, whatever the number of interruptions.
+        steps: of the whole run, interruptions or not.
         learning_rate: see `sgd_learning_rate`.
         momentum: Nesterov's, in [0, 1).
         clip: gradients longer than this are shortened to it, each right-hand side on its own.
@@ -79,7 +79,7 @@ class SGDSettings:
 
 @dataclass
 class SGDState:
-    """All that a run needs to go on, bit for bit: tensors for a safetensors file, `config` for JSON.
+    """Everything a resumed run needs to end as an uninterrupted one would: `tensors` for a file, `config` for JSON.
 
     step: steps done. iterate, velocity, average (k, P). gradient_norms (steps, k): of the stochastic gradients before
     clipping, zero for steps to come. clipped (k,): how many gradients were shortened.
@@ -99,7 +99,7 @@ class SGDState:
         if start.dim() != 2 or start.numel() == 0 or not start.is_floating_point() or not start.isfinite().all():
             raise DataError(
                 "SGD cannot start here",
-                expected="a finite block (k, P), one vector a row",
+                expected="a finite block (k, P), one vector per row",
                 got=f"{tuple(start.shape)} {start.dtype}",
                 do="pass zeros, or an earlier solution",
             )

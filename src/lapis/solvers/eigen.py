@@ -1,6 +1,6 @@
-"""The leading eigenpairs of a symmetric operator: largest in absolute value first, one eigenvector a row.
+"""The leading eigenpairs of a symmetric operator: largest in absolute value first, one eigenvector per row.
 
-Two ways with the same result type. Lanczos needs the fewest products, one vector at a time, and memory for all its
+Two methods with the same result type. Lanczos needs the fewest products, one vector at a time, and memory for all its
 steps; it may overlook further copies of a repeated eigenvalue. Subspace iteration multiplies blocks, uses memory for
 the rank only, takes a starting block, and finds repeated eigenvalues.
 """
@@ -181,7 +181,7 @@ class _Subspace:
                 return
 
     def _grown(self) -> bool:
-        """Whether the block is too narrow for the threshold: all it holds lies above, and has settled."""
+        """Widen the block, and return True, if all its values have converged and none is below the threshold."""
         if self.wanted == self.goal.rank:
             return False
         values, residuals = self.values[: self.wanted], self.residuals[: self.wanted]

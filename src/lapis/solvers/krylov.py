@@ -1,7 +1,7 @@
 """Lanczos: a symmetric A seen through its Krylov space, A Q^T = Q^T T + b_m q_(m+1) e_m^T with T tridiagonal.
 
 Every new vector is orthogonalised against all earlier ones, twice ("twice is enough"), which costs memory (m, P) and
-buys eigenvalues without ghosts. T is kept and diagonalised in float64.
+prevents spurious copies of eigenvalues. T is kept and diagonalised in float64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ BREAKDOWN = 10
 @dataclass(frozen=True)
 class LanczosResult:
     """basis Q (m, P), orthonormal rows; diagonal (m,) and off_diagonal (m,) of T in float64, the last off-diagonal
-    being b_m, the coupling to what was not explored; stopped: "enough" (the rule said so), "steps", "complete" (m = P).
+    being b_m, the coupling to the rest of the space; stopped: "enough" (by the rule of that name), "steps", "complete"
+    (m = P).
     """
 
     basis: Tensor
@@ -52,7 +53,7 @@ class LanczosResult:
         return values[order], rotation, self.off_diagonal[-1] * rotation[-1].abs() + rounding
 
     def vectors(self, rotation: Tensor) -> Tensor:
-        """Ritz vectors (r, P), one a row, for columns (m, r) of T's eigenvectors."""
+        """Ritz vectors (r, P), one per row, for columns (m, r) of T's eigenvectors."""
         return rotation.mT.to(self.basis.dtype) @ self.basis
 
 
@@ -67,13 +68,13 @@ def lanczos(
 ) -> LanczosResult:
     """Up to `steps` Lanczos steps from `start` (P,), a random vector when None.
 
-    When the Krylov space turns out invariant before that, a fresh random direction orthogonal to it goes on (T is then
-    block diagonal), so that eigenvalues of any multiplicity are found given steps enough.
+    When the Krylov space becomes invariant before that, the run continues from a random direction orthogonal to it
+    (T is then block diagonal), so that enough steps find eigenvalues of any multiplicity.
 
     Args:
         operator: A, declared symmetric.
         steps: at most P; memory (steps, P).
-        generator: of the starting vector and of fresh directions.
+        generator: draws the starting vector, and the directions to continue from.
         start: (P,).
         enough: rule(Ritz values, bounds), both by falling |value|, that ends the run; asked at growing intervals.
         progress: show a bar (None: on a terminal only).

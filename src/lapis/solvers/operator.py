@@ -71,7 +71,7 @@ class Operator:
                 "The operator changed the form of its block",
                 expected=f"{describe(vectors)} in and out",
                 got=describe(found),
-                do="return one product A v a row",
+                do="return one product A v per row",
             )
         if not torch.isfinite(found).all():
             raise StructureError(
@@ -145,7 +145,7 @@ def checked_block(operator: Operator, vectors: Tensor, name: str, rows: int | No
             f"{name} does not fit the operator",
             expected=expected,
             got=describe(vectors),
-            do="pass one vector a row (v[None] for a single one), in the operator's dtype and on its device",
+            do="pass one vector per row (v[None] for a single one), in the operator's dtype and on its device",
         )
     if not torch.isfinite(vectors).all():
         raise DataError(f"{name} is not finite", expected=expected, got="inf or nan", do="repair it before the solve")

@@ -1,7 +1,7 @@
 """Preconditioners: M near A whose inverse is cheap. Each is used through a factor L with L L^T = M^-1.
 
 Conjugate gradients need M^-1 = L L^T; log-determinants and traces use L^T A L (whose spectrum is that of M^-1 A)
-together with log |M|. Blocks are (k, P), one vector a row.
+together with log |M|. Blocks are (k, P), one vector per row.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class LowRankPlusDiagonal(Preconditioner):
         if not fits:
             raise DataError(
                 "Eigenpairs do not fit the diagonal",
-                expected=f"values (r,) and vectors (r, {len(diagonal)}) {diagonal.dtype}, one a row",
+                expected=f"values (r,) and vectors (r, {len(diagonal)}) {diagonal.dtype}, one per row",
                 got=f"values {tuple(values.shape)}, vectors {tuple(vectors.shape)} {vectors.dtype}",
                 do="take both from the same operator, eigenvectors as rows",
             )

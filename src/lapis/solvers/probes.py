@@ -1,4 +1,4 @@
-"""Random test vectors, and what averages over them say: an estimate with its standard error."""
+"""Random test vectors (probes), and estimates from averages over them, with standard errors."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def mean_estimate(samples: Tensor, products: int) -> Estimate:
 
 
 def probe_blocks(
-    operator: Operator, count: int, generator: torch.Generator, kind: str = "rademacher", block: int = 16
+    operator: Operator, probes: int, generator: torch.Generator, kind: str = "rademacher", block: int = 16
 ) -> Iterator[Tensor]:
-    """`count` random vectors z with E[z z^T] = I, in blocks of up to `block` rows; the draws do not depend on `block`.
+    """`probes` random vectors z with E[z z^T] = I, in blocks of up to `block` rows; the draws do not depend on `block`.
 
-    Rademacher signs have the least variance for traces when nothing is known of A; Gaussians suit invariant arguments.
+    Rademacher signs have the least variance for traces when nothing is known of A; Gaussian
+    ones have the same distribution in every orthonormal basis.
     """
-    check_count("probes", count, least=2)
+    check_count("probes", probes, least=2)
     check_count("block", block)
     check_choice("kind", kind, get_args(Kind))
-    for first in range(0, count, block):
-        rows = normal_block(operator, min(block, count - first), generator)
+    for first in range(0, probes, block):
+        rows = normal_block(operator, min(block, probes - first), generator)
         yield torch.where(rows < 0, -1, 1).to(rows.dtype) if kind == "rademacher" else rows

@@ -1,7 +1,7 @@
 """Stochastic Lanczos quadrature: tr f(A) and log |A| from products with A alone.
 
 tr f(A) = E[z^T f(A) z], and with Lanczos from z, z^T f(A) z ~ |z|^2 e_1^T f(T) e_1 = |z|^2 sum_j w_j f(t_j): Gauss
-quadrature of f over A's spectrum as z sees it. One quadrature serves any number of functions, and so any shift of A:
+quadrature of f over A's spectrum, weighted by z. One quadrature serves any number of functions, and so any shift of A:
 log |A + a I| is the trace of f(t) = log(t + a).
 """
 

@@ -68,15 +68,15 @@ def train(
     goes on under these. No validation data are needed. The model ends with the weights of the best epoch; `training` on
     the result tells how it went.
 
-    A network that does not fit yet has an evidence that prefers no network at all: noise and precisions grow, and the
-    weights go to zero, from where nothing leads back. So until the evidence beats the log likelihood of the best
-    constant prediction, or half of the epochs have passed, an evaluation loosens the prior instead, the noise may only
-    fall, and weights that the prior has squashed begin anew. A result that is no better than a constant comes with a
-    LapisWarning.
+    While a network does not fit yet, the evidence is highest without it: noise and precisions grow, the weights go to
+    zero, and training does not recover. So until the evidence beats the log likelihood of the best constant prediction,
+    or half of the epochs have passed, an evaluation loosens the prior instead of tuning it, the noise may only fall,
+    and weights that the prior has pulled close to zero start again from their first values. A result that is no better
+    than a constant comes with a LapisWarning.
 
     Args:
         data: a pair (inputs, targets) or a Dataset, shuffled anew every epoch, or a DataLoader or list of batches,
-            which keep their own way.
+            used in the order they give.
         prior: where the precisions start; one for each layer, at 1, when not given. Layers that can exchange scale
             (ReLU) let these drift for as long as training lasts; one for all, `Prior(1.0)`, settles.
         structure: see `lapis.laplace`; so are `curvature` and `memory_budget`.
@@ -157,11 +157,12 @@ PLAIN = ("epoch", "reason", "loss", "evaluated", "log_evidence", "best_at", "con
 """Entries of a run that a checkpoint keeps as JSON."""
 
 LOOSEN, LOOSEST = 100.0, 1e-4
-"""Precisions are divided by this at each evaluation that no constant loses to, down to this share of the first ones."""
+"""At each evaluation that does not beat a constant, precisions are divided by LOOSEN; never below LOOSEST times the
+first ones."""
 
 SQUASHED = 0.5
-"""Weights whose |theta - m|^2 has fallen below this share of its first value are begun anew under the looser prior:
-symmetric and close to zero, they would take long to leave it."""
+"""When |theta - m|^2 has fallen below this share of its first value, the weights are reset to their first values under
+the looser prior: weights close to zero are nearly symmetric, and would take long to grow again."""
 
 
 @dataclass
@@ -284,7 +285,7 @@ class _Run:
             self.prior, self.likelihood = self.prior.with_precision(precision), tuned.likelihood
 
     def _loosen(self, tuned: LaplacePosterior) -> None:
-        """Let the network fit before it is judged."""
+        """Go on under a looser prior, and with no more noise than before, so that the network can fit first."""
         self.held.append(self.epoch)
         old, new = self.prior.precision, tuned.weight_prior.precision.detach()
         loose = torch.minimum(old.to(new), new).div(LOOSEN).clamp(min=self.loosest.to(new))
@@ -314,7 +315,7 @@ class _Run:
         return replace(posterior, training=record)
 
     def warn(self, best: LaplacePosterior) -> None:
-        """Say what the user would not expect of the result: no better than a constant, or groups switched off."""
+        """Warn of a result that is no better than a constant, and repeat the warnings of the best evaluation."""
         assert self.constant is not None
         if self.log_evidence[self.best_at] <= self.constant:
             gamma = float(best.effective_parameters())

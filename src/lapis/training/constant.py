@@ -10,7 +10,7 @@ from torch import Tensor
 from lapis.likelihoods import Likelihood
 
 SAMPLE = 65_536
-"""Examples that the constant is fitted to, at most; beyond, a random sample of the batches stands for all."""
+"""Examples that the constant is fitted to, at most; beyond, to a random sample of the batches."""
 
 RANGE = 20.0
 """The noise's factor stays within exp(-20) .. exp(20): constant targets have no noise at all."""
@@ -24,7 +24,7 @@ def constant_log_likelihood(likelihood: Likelihood, targets: Sequence[Tensor], o
         outputs: C.
         noise: whether the noise may change by a factor, as tuning does.
 
-    By L-BFGS from c = 0; minus infinity where it fails, which no network is worse than.
+    By L-BFGS from c = 0. Minus infinity where it fails, so that every network counts as better.
     """
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0)).tolist()
     held: list[Tensor] = []

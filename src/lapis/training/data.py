@@ -14,7 +14,7 @@ from lapis.network import Network
 
 
 def shuffled(data: Any, network: Network, batch_size: int) -> Iterator[Batch]:
-    """One pass in an order drawn from torch's global generator, where the form of the data leaves it to us."""
+    """One pass. Pairs and Datasets in an order drawn from torch's global generator, other forms in their own order."""
     if is_pair(data):
         inputs, targets = as_inputs(data[0], network.dtype, network.device), torch.as_tensor(data[1])
         order = torch.randperm(batch_length(inputs))

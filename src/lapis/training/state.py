@@ -55,6 +55,7 @@ def optimiser_parts(optimiser: torch.optim.Optimizer) -> tuple[dict[str, Tensor]
 
 
 def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """The inverse of `optimiser_parts`."""
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*tensors.items(), *facts["numbers"].items()]:
         index, _, key = name.partition(".")
