@@ -160,9 +160,7 @@ class Jacobian:
         with self._ready(v) as together:
             for batch in self.batches:
                 parts = [
-                    torch.cat(
-                        [self._multiply(part, v[i : i + together], Pass.push) for i in range(0, len(v), together)]
-                    )
+                    torch.cat([self._multiply(part, block, Pass.push) for block in torch.split(v, together)])
                     for part, _ in self._parts(batch, together)
                 ]
                 found.append(torch.cat(parts, 1).to(vectors.dtype))
