@@ -80,13 +80,13 @@ def product(problem: Problem, action: str) -> Task:
     regression = problem.case.likelihood == "regression"
     likelihood: Any = lapis.Gaussian(1.0) if regression else lapis.Categorical()
     held = list(batches(problem.batches, dtype=network.dtype, device=network.device)[0])
-    jacobian = Jacobian(network, likelihood.canonical, held, kept_bytes=0)
+    jacobian = Jacobian(network, likelihood.canonical, held, kept_bytes=0, mode="fastest")
     targets = [
         likelihood.targets(batch.targets, f, shape)
         for batch, f, shape in zip(held, jacobian.outputs, jacobian.shapes, strict=True)
     ]
     vectors = block(problem, action)
-    jacobian.ggn(vectors, likelihood, targets)  # the way to multiply is found by the first product of a network
+    jacobian.ggn(vectors, likelihood, targets)  # the first product of a network times the modes and proves them
     return Task(lambda: jacobian.ggn(vectors, likelihood, targets), lambda products: products)
 
 

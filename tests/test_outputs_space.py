@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lapis
 from lapis.batches import Batch
 from lapis.curvature.products.jacobian import Jacobian
-from lapis.curvature.products.kernel import Factored, OutputKernel
+from lapis.curvature.products.kernel import KernelCholesky, OutputKernel
 from lapis.evidence.dual import DualModel
 from lapis.likelihoods import Likelihood
 from lapis.priors import WeightPrior
@@ -102,16 +102,16 @@ def test_factor_gives_the_dense_posterior(likelihood: str) -> None:
     outputs = kernel.jacobian.outputs
     targets = [likely.targets(batch.targets, f) for batch, f in zip(kernel.jacobian.batches, outputs, strict=True)]
     k = kernel.under(posterior.weight_prior)
-    factored = Factored(k, [likely.factor(f, t) for f, t in zip(outputs, targets, strict=True)])
+    cholesky = KernelCholesky(k, [likely.factor(f, t) for f, t in zip(outputs, targets, strict=True)])
     precision = posterior.precision()
-    logdet = 2 * factored.lower.diagonal().log().sum()
+    logdet = 2 * cholesky.lower.diagonal().log().sum()
     torch.testing.assert_close(logdet + posterior.weight_prior.logdet(), torch.logdet(precision))
     parts = kernel.parts(posterior.weight_prior)
     assert parts is not None
-    inner = factored.remove(torch.eye(len(k), dtype=k.dtype))
+    inner = cholesky.solve(torch.eye(len(k), dtype=k.dtype))
     gamma = torch.stack([(inner * part).sum() for part in parts]) / posterior.weight_prior.precision
     torch.testing.assert_close(gamma, posterior.effective_parameters(per_group=True))
-    torch.testing.assert_close(k - k @ factored.remove(k), j @ torch.linalg.solve(precision, j.T))
+    torch.testing.assert_close(k - k @ cholesky.solve(k), j @ torch.linalg.solve(precision, j.T))
 
 
 @pytest.mark.parametrize("name", list(PRIORS))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapis.curvature.products.kernel import Factored, OutputKernel
+from lapis.curvature.products.kernel import KernelCholesky, OutputKernel
 from lapis.likelihoods import Likelihood
 from lapis.priors import WeightPrior
 
@@ -100,7 +100,7 @@ class DualModel:
             residual = torch.cat([likelihood.gradient(f, y).flatten() for f, y in pairs]) / temperature + a
             factors = [likelihood.factor(f, y) / temperature**0.5 for f, y in pairs]
             spread = kernel @ residual
-            step = Factored(kernel, factors).remove(spread[:, None])[:, 0] - residual
+            step = KernelCholesky(kernel, factors).solve(spread[:, None])[:, 0] - residual
             remaining = max(0.0, -0.5 * float(spread @ step))
             nats = tolerance * max(1.0, abs(now))
             if remaining <= nats:

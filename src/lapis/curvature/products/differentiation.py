@@ -1,14 +1,6 @@
-"""Ways to multiply with the Jacobian of a few examples: each is fastest, or the only one, for some networks.
+"""Products with the Jacobian of a few examples in each of the modes, and the proof that a mode is right.
 
-All of them run the network once with a graph, and read J^T u off it.
-
-    one_pass        J v by dual numbers, in the run that makes the graph; holds the tangents' graph beside it
-    forward         J v by dual numbers, vector after vector
-    double          J v as the derivative in u of J^T u, vector after vector on one graph
-    batched         J v of all vectors in one pass of dual numbers, J^T u vector after vector
-    batched_both    the same, and J^T u of all at once
-    batched_double  both at once on one graph
-    rows            J itself, example after example: slow, and works where a network has only first derivatives
+The modes themselves, and which one is preferred, are described in `lapis.curvature.products.modes`.
 """
 
 from __future__ import annotations
@@ -30,6 +22,7 @@ from torch.utils.dlpack import from_dlpack
 from lapis.batches import Inputs
 from lapis.curvature.backward.per_example import PerExample
 from lapis.curvature.backward.seeds import position_seeds, unit_factor
+from lapis.curvature.products.modes import BATCHED_BACKWARD_MODES
 from lapis.errors import DataError
 from lapis.network import Network
 
@@ -38,22 +31,15 @@ unpack_dual: Any = forward_ad.unpack_dual
 
 Canonical = Callable[[Tensor], Tensor]
 
-BATCHED = frozenset({"batched", "batched_both", "batched_double"})
-BATCHED_BACKWARD = frozenset({"batched_both", "batched_double"})
-FOR_ONE = ("one_pass", "forward", "double", "rows")
-FOR_SEVERAL = ("batched", "batched_both", "batched_double", "double", "forward", "rows")
-LEANEST = ("forward", "one_pass", "double", "batched", "batched_double", "batched_both", "rows")
-"""The ways by the memory that they take, least first."""
-
-UNABLE = (RuntimeError, DataError)
-"""What is raised where an operator lacks the derivative that a way needs: by torch, or by `Network.call` in its words.
-The next way is tried then; "rows" needs first derivatives only, and what it raises is raised.
+DERIVATIVE_ERRORS = (RuntimeError, DataError)
+"""Errors that mean that an operator lacks the derivative or batching rule that a mode needs: torch's own, or what
+`Network.call` makes of it.
 """
 
 
 @contextmanager
 def differentiable() -> Iterator[None]:
-    """Attention in plain operators: the fused ones have first derivatives only."""
+    """Run attention in plain operators, because the fused kernels have first derivatives only."""
     fast: bool = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -66,10 +52,10 @@ def differentiable() -> Iterator[None]:
 
 
 class LeanDuals(TorchFunctionMode):
-    """Linear layers and convolutions of dual numbers in little memory.
+    """Forward-mode derivatives of linear layers and convolutions in little memory.
 
-    Torch itself would make a graph of the tangents, keep those of inputs with the outputs' graph, and write out zeros,
-    to multiply with them, for inputs that have none.
+    Torch's own rules would build an autograd graph of the tangents, keep the tangents of layer inputs alive in the
+    graph of the outputs, and multiply by explicit zeros where an input has no tangent.
     """
 
     BILINEAR = frozenset({F.linear, F.conv1d, F.conv2d, F.conv3d})
@@ -97,7 +83,7 @@ class LeanDuals(TorchFunctionMode):
 
 
 class Pass:
-    """Some examples: J v and J^T u for them, sharing one run of the network with a graph."""
+    """J v and J^T u for some examples, sharing one run of the network with its autograd graph."""
 
     def __init__(self, network: Network, canonical: Canonical, inputs: Inputs) -> None:
         self.network, self.canonical, self.inputs = network, canonical, inputs
@@ -105,41 +91,55 @@ class Pass:
 
     @property
     def f(self) -> Tensor:
-        """The outputs (B, T, C), with their graph."""
+        """The outputs (B, T, C) with their graph; the network runs on first use."""
         if self._f is None:
             self._f = self.canonical(self.network.call(self.inputs))
         return self._f
 
-    def push(self, vectors: Tensor, way: str, *, tracked: bool = False) -> Tensor:
-        """J v for `vectors` (k, P) in the network's dtype: (k, B, T, C). `tracked`: J^T u will be asked for, too."""
-        if way in ("forward", "one_pass"):
-            leaves = tracked and way == "one_pass"
-            return torch.stack([self._dual(v, tracked=leaves and i == 0) for i, v in enumerate(vectors)])
-        if way in ("double", "batched_double"):
-            return self._double(vectors, batched=way == "batched_double")
-        if way == "rows":
+    def push(self, vectors: Tensor, mode: str, *, tracked: bool = False) -> Tensor:
+        """J v, (k, B, T, C), for `vectors` (k, P) in the network's dtype.
+
+        `tracked` says that J^T u will be asked for, too: "one_pass" then builds the graph for it in the same run.
+        """
+        if mode in ("forward", "one_pass"):
+            builds_graph = tracked and mode == "one_pass"
+            return torch.stack([self._dual(v, tracked=builds_graph and i == 0) for i, v in enumerate(vectors)])
+        if mode in ("double", "batched_double"):
+            return self._double(vectors, batched=mode == "batched_double")
+        if mode == "rows":
             return torch.einsum("btcp,kp->kbtc", rows(self.network, self.canonical, self.inputs), vectors)
         return self._batched(vectors)
 
-    def pull(self, seeds: Tensor, way: str) -> Tensor:
-        """J^T u for `seeds` (k, B, T, C) in the network's dtype: (k, P)."""
-        return self.pull_into(seeds.new_zeros(len(seeds), self.network.size), seeds, way, keep=True)
+    def pull(self, seeds: Tensor, mode: str) -> Tensor:
+        """J^T u, (k, P), for `seeds` u (k, B, T, C) in the network's dtype; the graph is kept."""
+        return self.pull_into(seeds.new_zeros(len(seeds), self.network.size), seeds, mode, keep_graph=True)
 
-    def pull_into(self, total: Tensor, seeds: Tensor, way: str, *, keep: bool = False) -> Tensor:
-        """`total` (k, P) plus J^T u, in place and parameter by parameter: no flat copy is made. The graph goes with its
-        last use, unless it is to be kept.
+    def pull_into(self, total: Tensor, seeds: Tensor, mode: str, *, keep_graph: bool = False) -> Tensor:
+        """Add J^T u to `total` (k, P) in place, parameter by parameter, so that no flat copy is made.
+
+        The last backward pass frees the graph, unless it is to be kept.
         """
-        parameters = list(self.network.parameters.values())
-        if way in BATCHED_BACKWARD:
-            found = torch.autograd.grad(self.f, parameters, seeds, keep, allow_unused=True, is_grads_batched=True)
-            self._add(total, found)
+        if mode in BATCHED_BACKWARD_MODES:
+            self._add(total, self._gradients(seeds, keep_graph, batched=True))
             return total
         for i, (row, seed) in enumerate(zip(total, seeds, strict=True), 1):
-            self._add(row, torch.autograd.grad(self.f, parameters, seed, keep or i < len(seeds), allow_unused=True))
+            self._add(row, self._gradients(seed, keep_graph or i < len(seeds)))
         return total
 
+    def _gradients(self, seeds: Tensor, keep_graph: bool, batched: bool = False) -> Sequence[Tensor | None]:
+        """Gradients of sum(u * f) in every parameter for one seed u (B, T, C), or for a batch of seeds (k, B, T, C)."""
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            self.f,
+            list(self.network.parameters.values()),
+            seeds,
+            retain_graph=keep_graph,
+            allow_unused=True,
+            is_grads_batched=batched,
+        )
+        return found
+
     def _add(self, total: Tensor, gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients (..., *shape) of the parameters to `total` (..., P); sparse ones are filled."""
+        """Add the parameters' gradients, (..., *shape) each, to `total` (..., P)."""
         for gradient, (name, start) in zip(gradients, self.network.offsets.items(), strict=True):
             if gradient is not None:
                 dense = gradient.to_dense() if gradient.layout == torch.sparse_coo else gradient
@@ -147,21 +147,22 @@ class Pass:
                 total[..., start:stop] += dense.reshape(*total.shape[:-1], -1)
 
     def _dual(self, vector: Tensor, tracked: bool) -> Tensor:
-        """J v in one forward pass; a tracked one leaves f's graph behind."""
+        """J v, (B, T, C), of one vector in one forward-mode run; a tracked run also builds the graph of f."""
         with forward_ad.dual_level(), torch.set_grad_enabled(tracked), LeanDuals():
-            # a storage for each tangent, in the same memory: of slices torch makes copies
+            # torch copies a tangent that is a slice of a storage, so each one gets a storage over the same memory
             tangents = {name: from_dlpack(part.detach()) for name, part in self.network.unflatten(vector).items()}
             duals = {
                 name: make_dual(p if tracked else p.detach(), tangents[name])
                 for name, p in self.network.parameters.items()
             }
             f, tangent = unpack_dual(self.canonical(self.network.call(self.inputs, duals)))
-        # the level is closed: a backward pass inside it would differentiate itself forward, at twice the cost
+        # backward passes come after the level is closed: inside, torch would differentiate them forward, too
         if tracked:
             self._f = f
         return torch.zeros_like(f) if tangent is None else tangent.detach()
 
     def _double(self, vectors: Tensor, batched: bool) -> Tensor:
+        """J v, (k, B, T, C), by double backward: J^T u is linear in u, and its derivative along v is J v."""
         parameters = self.network.parameters
         seed = torch.zeros_like(self.f, requires_grad=True)
         back = torch.autograd.grad(self.f, list(parameters.values()), seed, create_graph=True, allow_unused=True)
@@ -182,6 +183,7 @@ class Pass:
         return torch.stack(each)
 
     def _batched(self, vectors: Tensor) -> Tensor:
+        """J v, (k, B, T, C), of all vectors in one vmapped forward-mode run."""
         parameters = {name: p.detach() for name, p in self.network.parameters.items()}
         block = {name: self._columns(vectors, name) for name in parameters}
 
@@ -193,12 +195,13 @@ class Pass:
         return found
 
     def _columns(self, vectors: Tensor, name: str) -> Tensor:
+        """The entries of vectors (k, P) that belong to one parameter, (k, *shape)."""
         shape, start = self.network.shapes[name], self.network.offsets[name]
         return vectors[:, start : start + torch.Size(shape).numel()].reshape(len(vectors), *shape)
 
 
 def rows(network: Network, canonical: Canonical, inputs: Inputs) -> Tensor:
-    """J of each example, (B, T, C, P)."""
+    """J of each example, (B, T, C, P), by per-example gradients, which carry their own proof."""
     with torch.no_grad():
         f = canonical(network.call(inputs))
     found = f.new_empty(*f.shape, network.size)
@@ -209,23 +212,31 @@ def rows(network: Network, canonical: Canonical, inputs: Inputs) -> Tensor:
     return found
 
 
-def proven(examples: Pass, way: str, vectors: Tensor) -> bool:
-    """Whether the way agrees with plain backward passes, whatever torch's rules for its operators are worth.
+def agrees_with_backward(examples: Pass, mode: str, vectors: Tensor) -> bool:
+    """Whether a mode's products agree with plain backward passes through a graph of their own.
 
-    For random u: u . (J v) = v . (J^T u) for every v, and a mixture of J^T u_i is J^T of the mixture.
+    J v is right if u . (J v) = (J^T u) . v for each vector and a random u. A part of this u is a random combination of
+    the products themselves, so that the sums do not cancel and an error of a percent shows in float32, too. J^T u of
+    several seeds, or through the graph of a forward-mode run, is right if a random combination of the results is the
+    gradient for the combined seeds.
     """
     generator = torch.Generator(device=vectors.device).manual_seed(0)
-    pushed = examples.push(vectors, way, tracked=True)
-    seeds = torch.empty_like(pushed).normal_(generator=generator)
     tolerance = 1e-8 if vectors.dtype == torch.float64 else 1e-3
-    pulled = examples.pull(seeds[:1], "double")[0]
-    ahead, back = pushed * seeds[0], vectors * pulled
-    scale = torch.maximum(ahead.abs().flatten(1).sum(1), back.abs().sum(1)) + torch.finfo(pushed.dtype).tiny
-    good = bool(((ahead.flatten(1).sum(1) - back.sum(1)).abs() <= tolerance * scale).all())
-    if not good or way not in BATCHED_BACKWARD:
-        return good
-    mix = torch.empty_like(vectors[:, 0]).normal_(generator=generator)
-    many = examples.pull(seeds, way)
-    one = examples.pull(torch.einsum("k,k...->...", mix, seeds)[None], "double")[0]
-    limit = tolerance * ((mix.abs() @ many.abs()).max() + torch.finfo(one.dtype).tiny)
-    return bool(((mix @ many - one).abs() <= limit).all())
+    pushed = examples.push(vectors, mode, tracked=True)
+    coefficients = torch.empty_like(vectors[:, 0]).normal_(generator=generator)
+    seeds = torch.empty_like(pushed).normal_(generator=generator)
+    lengths = pushed.flatten(1).norm(dim=1)
+    u = torch.einsum("k,k...->...", coefficients / lengths.clamp_min(1e-30), pushed) + seeds[0] / seeds[0].norm()
+    plain = Pass(examples.network, examples.canonical, examples.inputs)
+    pulled = plain.pull(u[None], "double")[0]
+    for v, product, length in zip(vectors, pushed, lengths, strict=True):
+        left, right = (product.double() * u).sum(), v.double() @ pulled.double()
+        scale = torch.maximum(length.double() * u.norm(), right.abs())
+        if not bool((left - right).abs() <= tolerance * scale):
+            return False
+    if mode not in BATCHED_BACKWARD_MODES and mode != "one_pass":
+        return True
+    each = examples.pull(seeds, mode)
+    combined = plain.pull(torch.einsum("k,k...->...", coefficients, seeds)[None], "double")[0]
+    limit = tolerance * ((coefficients.abs() @ each.abs()).max() + torch.finfo(each.dtype).tiny)
+    return bool(((coefficients @ each - combined).abs() <= limit).all())

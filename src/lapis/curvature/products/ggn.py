@@ -1,8 +1,8 @@
-"""The GGN of a data set known by its products alone, and the Gaussian that it makes with a prior.
+"""The GGN of a data set through its products with vectors, and the Gaussian posterior that it makes with a prior.
 
-With G = s^1/2 S^T J (M x P; M = examples x positions x columns of S) the precision is A = G^T G + Lambda. The same
-Gaussian can be worked with in the space of weights (systems with A, P unknowns) or of outputs (systems with
-B = I + G Lambda^-1 G^T, M unknowns, which needs no inverse of a singular S S^T):
+With G = s^1/2 S^T J (M x P; M = examples x positions x columns of S, s a scale) the precision is A = G^T G + Lambda.
+Systems with it are solved in the space of weights (matrix A, P unknowns) or in the space of outputs (matrix
+B = I + G Lambda^-1 G^T, M unknowns, without the inverse of S S^T, which may be singular):
 
     A^-1 = Lambda^-1 - Lambda^-1 G^T B^-1 G Lambda^-1,    log |A| = log |Lambda| + log |B|.
 """
@@ -36,17 +36,17 @@ from lapis.solvers import (
 
 Space = Literal["weights", "outputs"]
 
-KEPT_FACTORS = 64 * 2**20
-"""Factors S are kept up to this many bytes; beyond, each product computes them anew from the outputs."""
+KEPT_FACTORS_BYTES = 64 * 2**20
+"""The factors S are kept if they take at most this many bytes; otherwise each product computes them again."""
 
 
 class Factors(Sequence[Tensor]):
-    """S of each batch, (B, T, C, R) float64, at the trained outputs; computed when asked for, kept if small."""
+    """S of each batch, (B, T, C, R) float64, at the trained outputs: computed on first use, and kept if small."""
 
     def __init__(self, likelihood: Likelihood, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         self.likelihood, self.outputs, self.targets = likelihood, outputs, targets
         self._kept: dict[int, Tensor] = {}
-        self._keeps = sum(f.numel() * f.shape[-1] for f in outputs) * 8 <= KEPT_FACTORS
+        self._keeps = sum(f.numel() * f.shape[-1] for f in outputs) * 8 <= KEPT_FACTORS_BYTES
 
     def _at(self, index: int) -> Tensor:
         found = self._kept.get(index)
@@ -73,22 +73,24 @@ class Factors(Sequence[Tensor]):
 
 
 class ImplicitCurvature:
-    """sum_n J_n^T S_n S_n^T J_n as a function, with the data behind it; and the sums that the evidence needs.
+    """The GGN sum_n J_n^T S_n S_n^T J_n of kept data as a linear operator, and the sums that the evidence needs.
 
-    Kept in memory: the data, the network's outputs for them in float64, and S when small. Blocks of vectors (k, P) go
-    in and come out in the network's dtype.
+    In memory stay the data, the network's outputs for them in float64, and S if small. Blocks of vectors (k, P) go in
+    and come out in the network's dtype. `mode` says how products are computed, as `Jacobian` takes it.
     """
 
     def __init__(
-        self, network: Network, likelihood: Likelihood, batches: Sequence[Batch], signature: str, memory_budget: int
+        self,
+        network: Network,
+        likelihood: Likelihood,
+        batches: Sequence[Batch],
+        signature: str,
+        memory_budget: int,
+        mode: str | None = None,
     ) -> None:
-        self.network, self.likelihood, self.signature, self.memory_budget = (
-            network,
-            likelihood,
-            signature,
-            memory_budget,
-        )
-        self.jacobian = Jacobian(network, likelihood.canonical, batches, memory_budget=memory_budget)
+        self.network, self.likelihood, self.signature = network, likelihood, signature
+        self.memory_budget = memory_budget
+        self.jacobian = Jacobian(network, likelihood.canonical, batches, memory_budget=memory_budget, mode=mode)
         self.outputs = self.jacobian.outputs[0].shape[-1]
         self.targets: list[Tensor] = []
         sums: list[Tensor] = []
@@ -104,7 +106,7 @@ class ImplicitCurvature:
         self.n_data = sum(map(len, batches))
         self.factors = Factors(likelihood, self.jacobian.outputs, self.targets)
         self.order: Tensor | None = None
-        """Where each example lay before the data were rebatched; None for an unchanged order."""
+        """The index that each example had before the data were shuffled by `rebatched`; None if they were not."""
 
     @property
     def batches(self) -> Sequence[Batch]:
@@ -117,12 +119,12 @@ class ImplicitCurvature:
         return self.jacobian.n_outputs // first.shape[-2] * first.shape[-1]
 
     def root(self, vectors: Tensor) -> Tensor:
-        """S^T J v, (k, M)."""
+        """S^T J v, (k, M), for vectors v (k, P): a square root of the GGN."""
         pairs = zip(self.jacobian.forward(vectors), self.factors, strict=True)
         return torch.cat([(s.to(u.dtype).mT @ u[..., None])[..., 0].flatten(1) for u, s in pairs], 1)
 
     def root_transposed(self, rows: Tensor) -> Tensor:
-        """J^T S u for rows u (k, M), (k, P)."""
+        """J^T S u, (k, P), for rows u (k, M)."""
         seeds, start = [], 0
         for s in self.factors:
             stop = start + s[..., 0, :].numel()
@@ -136,28 +138,37 @@ class ImplicitCurvature:
         return self.jacobian.ggn(vectors, self.likelihood, self.targets)
 
     def part(self, index: int) -> ImplicitCurvature:
-        """The same for one batch alone."""
+        """The GGN of one batch alone; its products are summands of the whole."""
         part = object.__new__(ImplicitCurvature)
         part.__dict__.update({name: value for name, value in self.__dict__.items() if name != "rows"})
-        part.jacobian = self.jacobian.at(index)
+        part.jacobian = self.jacobian.of_batches(index)
         part.targets = [self.targets[index]]
         part.factors = Factors(self.likelihood, part.jacobian.outputs, part.targets)
         return part
 
+    def with_mode(self, mode: str | None) -> ImplicitCurvature:
+        """The same with products in another mode of multiplication, as `Jacobian` takes it."""
+        same = object.__new__(ImplicitCurvature)
+        same.__dict__.update(self.__dict__)
+        same.jacobian = self.jacobian.with_mode(mode)
+        return same
+
     def rebatched(self, size: int, generator: torch.Generator) -> ImplicitCurvature:
-        """The same data in batches of at most `size`, examples shuffled where their shapes allow to join batches."""
+        """The same data in batches of at most `size` examples, shuffled where their shapes allow joining batches."""
         whole, order = joined(self.batches), None
         if whole is not None:
             order = torch.randperm(len(whole), generator=generator, device=generator.device).to(whole.targets.device)
         sources = self.batches if whole is None or order is None else [whole.chosen(order)]
         parts = [part for batch in sources for part in batch.split(size)]
         numbered = [replace(part, index=i, start=0) for i, part in enumerate(parts)]
-        found = ImplicitCurvature(self.network, self.likelihood, numbered, self.signature, self.memory_budget)
+        found = ImplicitCurvature(
+            self.network, self.likelihood, numbered, self.signature, self.memory_budget, self.jacobian.mode
+        )
         found.order = order
         return found
 
     def reordered(self, rows: Tensor) -> Tensor:
-        """Rows (k, M) in the order of the data that this was rebatched from, in the order of these batches."""
+        """Rows (k, M) in the order of the data before `rebatched`, brought to the order of these batches."""
         if self.order is None:
             return rows
         return rows.reshape(len(rows), len(self.order), -1)[:, self.order].flatten(1)
@@ -165,8 +176,9 @@ class ImplicitCurvature:
 
 @dataclass(frozen=True)
 class Solved:
-    """Weight vectors (k, P), and the conjugate gradients behind them, whose own `solution` lies in the space that was
-    solved in: a start for a similar system.
+    """Weight vectors (k, P), and the result of conjugate gradients that they come from.
+
+    The `solution` of that result lies in the space that was solved in, and can be the start for a similar system.
     """
 
     vectors: Tensor
@@ -175,7 +187,7 @@ class Solved:
 
 @dataclass(frozen=True)
 class ImplicitGaussian:
-    """N(0, A^-1), A = scale * GGN + Lambda, by solves. Blocks (k, P) are in the network's dtype."""
+    """N(0, A^-1) with A = scale * GGN + Lambda, through solves with A. Blocks (k, P) are in the network's dtype."""
 
     curvature: ImplicitCurvature
     prior: WeightPrior
@@ -184,7 +196,7 @@ class ImplicitGaussian:
     tolerance: float
     max_iterations: int
     preconditioner: Preconditioner | None = None
-    """M near A for systems in the weights' space; the prior when None."""
+    """An approximation of A, for solves in the space of weights; the prior precision when None."""
 
     @cached_property
     def precision(self) -> Tensor:
@@ -214,7 +226,7 @@ class ImplicitGaussian:
         return Operator(product, self.curvature.rows, network.dtype, network.device)
 
     def solve(self, vectors: Tensor, **how: Any) -> Solved:
-        """A^-1 v of each vector; `how` goes to `conjugate_gradients` (start, callback, progress)."""
+        """A^-1 v of each vector; `how` are options of `conjugate_gradients` (start, callback, progress)."""
         if self.space == "weights":
             found = self._run(self.operator(), vectors, self.preconditioner or Diagonal(self.precision), how)
             return Solved(found.solution, found)
@@ -236,6 +248,7 @@ class ImplicitGaussian:
         return Solved(first.add_(self._pulled(found.solution), alpha=root), found)
 
     def _pulled(self, rows: Tensor) -> Tensor:
+        """Lambda^-1 J^T S u, (k, P), for rows u (k, M)."""
         return self.curvature.root_transposed(rows).div_(self.precision)
 
     def _run(

@@ -1,7 +1,8 @@
-"""The kernel K = J Lambda^-1 J^T between all outputs of a data set: a linear model seen from its outputs.
+"""The kernel K = J Lambda^-1 J^T: the prior covariance of all outputs of the tangent model over a data set.
 
-Where outputs are fewer than weights, everything about the tangent model can be worked out on K, (M, M) with M examples
-x positions x outputs, and on vectors (M,): weights Lambda^-1 J^T a have outputs K a and prior penalty 1/2 a^T K a.
+K is (M, M), M = examples x positions x outputs. Where M is smaller than the number of weights, everything about the
+tangent model can be worked out from K and vectors (M,), as in Gaussian process regression: weights Lambda^-1 J^T a have
+outputs K a and the prior penalty 1/2 a^T K a.
 """
 
 from __future__ import annotations
@@ -15,34 +16,35 @@ from lapis.curvature.products.jacobian import Jacobian
 from lapis.priors import WeightPrior
 from lapis.progress import track
 
-WORKING = 4
-"""Matrices of the kernel's size that a solve works in beside those kept: K, S^T K S on the way, and its factor."""
+SOLVE_MATRICES = 4
+"""Matrices (M, M) that a solve works in beside the kept parts of K: K, S^T K, S^T K S and its factor."""
 
 COLUMNS_BYTES = 2**26
-"""Columns of J that are multiplied at once, in float64."""
+"""The columns of J that are multiplied together take at most this many bytes in float64."""
 
-ROW_BLOCKS = 8
-"""Strips that the lower triangle is computed in: 9/16 of the products that the full matrix takes."""
+TRIANGLE_STRIPS = 8
+"""The lower triangle of K is computed in so many vertical strips: 9/16 of the work that the full matrix takes."""
 
 
 class OutputKernel:
-    """K for any prior of one grouping: the parts K_g = J_g J_g^T are kept, so that other precisions are a weighted sum.
+    """K under any prior. The parts K_g = J_g J_g^T of the prior's groups are kept, so that K for other precisions is a
+    weighted sum of them.
 
-    Where the parts do not fit in `jacobian.memory_budget` (or every weight is a group) only K itself is kept, and
-    computed anew from the rows of J for each prior.
+    Where the parts do not fit in `jacobian.memory_budget`, or every weight is a group of its own, only the latest K is
+    kept, and it is computed from the rows of J for each new prior.
     """
 
     def __init__(self, jacobian: Jacobian) -> None:
-        self.jacobian = jacobian.keeping()
+        self.jacobian = jacobian.with_kept_rows()
         self.size = jacobian.n_outputs
         self._parts: tuple[object, list[Tensor]] | None = None
         self._latest: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def bytes_needed(jacobian: Jacobian, parts: int = 0) -> int:
-        """Memory that rows of J, `parts` kept parts of K, and a solve take."""
+        """Bytes that the rows of J, so many kept parts of K, and a solve take together."""
         rows = jacobian.n_outputs * jacobian.size * jacobian.network.dtype.itemsize
-        return rows + (parts + WORKING) * 8 * jacobian.n_outputs**2
+        return rows + (parts + SOLVE_MATRICES) * 8 * jacobian.n_outputs**2
 
     @classmethod
     def suits(cls, jacobian: Jacobian) -> bool:
@@ -53,7 +55,7 @@ class OutputKernel:
     # the matrix ------------------------------------------------------------------------------------
 
     def parts(self, prior: WeightPrior) -> list[Tensor] | None:
-        """K_g, (M, M) float64, of each prior group at precision one; None where they do not fit."""
+        """K_g, (M, M) float64, of each prior group at precision one; None where they do not fit in memory."""
         if prior.group_of is None:
             return None
         key = (tuple(prior.group_of.items()), prior.scales)
@@ -85,12 +87,12 @@ class OutputKernel:
         return kernel
 
     def _gram(self, spans: Sequence[slice], precision: Tensor | None) -> Tensor:
-        """sum_p J_p J_p^T / precision_p over the columns in `spans`."""
+        """sum_p J_p J_p^T / precision_p, (M, M) float64, over the columns p of J in `spans`."""
         size = self.size
         total = torch.zeros(size, size, dtype=torch.float64, device=self.jacobian.network.device)
         step = max(1, COLUMNS_BYTES // (8 * size))
         chunks = [slice(i, min(i + step, span.stop)) for span in spans for i in range(span.start, span.stop, step)]
-        height = -(-size // ROW_BLOCKS)
+        height = -(-size // TRIANGLE_STRIPS)
         for chunk in track(chunks, "kernel of the outputs", len(chunks)):
             columns = torch.cat([rows[:, chunk].double() for rows in self._flat_rows()])
             if precision is not None:
@@ -103,6 +105,7 @@ class OutputKernel:
     # products --------------------------------------------------------------------------------------
 
     def _flat_rows(self) -> Iterator[Tensor]:
+        """J of each batch, (B T C, P)."""
         return (rows.flatten(0, 2) for rows in self.jacobian.rows())
 
     def forward(self, vector: Tensor) -> Tensor:
@@ -118,29 +121,38 @@ class OutputKernel:
         return total
 
 
-class Factored:
-    """B = I + S^T K S = L L^T for factors S of the likelihood's curvature: I - S B^-1 S^T K is (I + S S^T K)^-1."""
+class KernelCholesky:
+    """Solves with K + H^-1 for the likelihood's curvature H = S S^T, also where H is singular.
+
+    By Woodbury's identity (K + H^-1)^-1 = S B^-1 S^T with B = I + S^T K S, whose Cholesky factor is computed once.
+    B is (R, R), R being the number of columns of S over all examples and positions.
+    """
 
     def __init__(self, kernel: Tensor, factors: Sequence[Tensor]) -> None:
         self.factors = factors
-        inner = self.narrowed(self.narrowed(kernel).mT)
+        inner = self._times_factors_transposed(self._times_factors_transposed(kernel).mT)
         inner.diagonal().add_(1)
         self.lower: Tensor = torch.linalg.cholesky(inner)
 
-    def narrowed(self, rows: Tensor) -> Tensor:
-        """S^T u for u (M, n): (R, n), R columns of S in all."""
-        return self._apply(rows, [s.mT for s in self.factors])
+    def solve(self, columns: Tensor) -> Tensor:
+        """(K + H^-1)^-1 u, (M, n), for columns u (M, n). Posterior covariances of outputs are K - K (K + H^-1)^-1 K."""
+        return self._times_factors(torch.cholesky_solve(self._times_factors_transposed(columns), self.lower))
 
-    def widened(self, rows: Tensor) -> Tensor:
-        """S u for u (R, n): (M, n)."""
-        return self._apply(rows, self.factors)
+    def _times_factors_transposed(self, columns: Tensor) -> Tensor:
+        """S^T u, (R, n), for u (M, n)."""
+        return self._blockwise([s.mT for s in self.factors], columns)
+
+    def _times_factors(self, columns: Tensor) -> Tensor:
+        """S u, (M, n), for u (R, n)."""
+        return self._blockwise(self.factors, columns)
 
     @staticmethod
-    def _apply(rows: Tensor, blocks: Sequence[Tensor]) -> Tensor:
-        counts = [block.shape[:2].numel() * block.shape[-1] for block in blocks]
-        pieces = zip(torch.split(rows, counts), blocks, strict=True)
-        return torch.cat([(b.flatten(0, 1) @ u.reshape(-1, b.shape[-1], u.shape[-1])).flatten(0, 1) for u, b in pieces])
-
-    def remove(self, rows: Tensor) -> Tensor:
-        """S B^-1 S^T u for u (M, n): what turns prior covariances K of outputs into K - K (S B^-1 S^T) K."""
-        return self.widened(torch.cholesky_solve(self.narrowed(rows), self.lower))
+    def _blockwise(factors: Sequence[Tensor], columns: Tensor) -> Tensor:
+        """The block-diagonal matrix with blocks (B, T, rows, columns) of each batch, times columns."""
+        counts = [factor.shape[:2].numel() * factor.shape[-1] for factor in factors]
+        return torch.cat(
+            [
+                (factor.flatten(0, 1) @ u.reshape(-1, factor.shape[-1], u.shape[-1])).flatten(0, 1)
+                for u, factor in zip(torch.split(columns, counts), factors, strict=True)
+            ]
+        )

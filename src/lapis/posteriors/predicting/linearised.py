@@ -106,13 +106,13 @@ def by_solves(
     _, positions, outputs = mean.shape
     if kind == "joint":
         check_joint(mean, memory_budget, 8 * mean.numel() * network.size)
-        rows = torch.cat([_gradients(jacobian.at(i)) for i in range(length)])
+        rows = torch.cat([_gradients(jacobian.of_batches(i)) for i in range(length)])
         joint = _symmetric(rows.double() @ solve(rows).mT).to(network.dtype)
         return _latent(mean, joint, kind, shape)
     found = []
     at_once = max(1, memory_budget // (32 * network.size * positions * outputs))
     for first in range(0, length, at_once):
-        rows = torch.stack([_gradients(jacobian.at(i)) for i in range(first, min(first + at_once, length))])
+        rows = torch.stack([_gradients(jacobian.of_batches(i)) for i in range(first, min(first + at_once, length))])
         found.append(_symmetric(rows.double() @ solve(rows.flatten(0, 1)).reshape(rows.shape).mT))
     whole = torch.cat(found).reshape(length, positions, outputs, positions, outputs)
     covariance = whole.diagonal(dim1=1, dim2=3).movedim(-1, 1).to(network.dtype)

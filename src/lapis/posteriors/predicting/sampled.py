@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from lapis.batches import Inputs, all_finite, batch_length, describe, take
 from lapis.curvature.outputs import check_outputs
-from lapis.curvature.products.differentiation import UNABLE, differentiable
+from lapis.curvature.products.differentiation import DERIVATIVE_ERRORS, differentiable
 from lapis.curvature.recording.pooling import QuickPooling
 from lapis.network import Network
 from lapis.posteriors.predicting.head import find_head
@@ -144,6 +144,6 @@ def _together(
             with torch.no_grad():
                 values = torch.cat([torch.func.vmap(outputs)(some) for some in weights.tensor_split(runs)])
                 same = close(canonical(alone), values[-1])
-        except UNABLE:
+        except DERIVATIVE_ERRORS:
             return None
     return (values, alone.shape) if same else None
