@@ -84,7 +84,9 @@ PROBLEMS = {
     "classification": Problem(lambda: mlp(4), "classification", normal(3), classes(4), "probs", (4,)),
     "binary": Problem(lambda: mlp(1), "binary", normal(3), lambda n: classes(2, 1)(n).double(), "probs", (1,)),
     "counts": Problem(lambda: mlp(1), "poisson", normal(3), lambda n: classes(5, 1)(n).double(), "mean", (1,)),
-    "positions": Problem(Pixels, lapis.Categorical(channels="first"), normal(1, 4, 4), classes(3, 4, 4), "probs", (3, 4, 4)),
+    "positions": Problem(
+        Pixels, lapis.Categorical(channels="first"), normal(1, 4, 4), classes(3, 4, 4), "probs", (3, 4, 4)
+    ),
     "dictionary": Problem(
         Named,
         lapis.Gaussian(0.5),
