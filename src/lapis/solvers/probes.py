@@ -38,8 +38,8 @@ def probe_blocks(
 ) -> Iterator[Tensor]:
     """`probes` random vectors z with E[z z^T] = I, in blocks of up to `block` rows; the draws do not depend on `block`.
 
-    Rademacher signs have the least variance for traces when nothing is known of A; Gaussian
-    ones have the same distribution in every orthonormal basis.
+    Rademacher signs have the least variance for traces when nothing is known of A; Gaussian ones have the
+    same distribution in every orthonormal basis.
     """
     check_count("probes", probes, least=2)
     check_count("block", block)
