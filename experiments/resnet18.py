@@ -160,7 +160,7 @@ def costs(model: nn.Module, x: Tensor, y: Tensor, batch: int, widths: tuple[int,
     few = [Batch(x[: count // 4], y[: count // 4], 0)]
     for factor in (4, 2, 1):
         smaller = resnet(tuple(width // factor for width in widths), blocks=2, outputs=CLASSES).eval()
-        part = ImplicitCurvature(Network(smaller), posterior.likelihood, few, signature, 2**32)
+        part = ImplicitCurvature(Network(smaller), posterior.likelihood, few, posterior.facts.signature, 2**32)
         v = torch.randn(1, part.network.size, generator=torch.Generator().manual_seed(0))
         part.product(v)
         spent = seconds(lambda part=part, v=v: part.product(v)) / (count // 4) * 1e3

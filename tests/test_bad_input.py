@@ -675,7 +675,7 @@ def question(
     TABLE[name] = Bad(kind, says, prepare)
 
 
-question(OptionError, "sample_none", lambda p: p.sample(0), "n >= 1", "0")
+question(OptionError, "sample_none", lambda p: p.sample(0), "Bad samples", "0")
 question(OptionError, "sample_a_fraction", lambda p: p.sample(2.5), "2.5")
 question(DataError, "log_prob_of_other_weights", lambda p: p.log_prob(torch.zeros(7)), "30", "(7,)")
 question(DataError, "unflatten_other_weights", lambda p: lapis.unflatten(torch.zeros(7), p), "(30,)", "(7,)")

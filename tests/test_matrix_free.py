@@ -317,7 +317,7 @@ def test_an_implicit_posterior_comes_back_with_its_data_only(tmp_path: Any) -> N
     close(loaded.solve(vector), posterior.solve(vector))
     with pytest.raises(lapis.FileError, match="needs its data"):
         lapis.load(tmp_path / "file", model)
-    with pytest.raises(lapis.FileError, match="not the data"):
+    with pytest.raises(lapis.DataError, match="not the data"):
         lapis.load(tmp_path / "file", model, data=(x[:20], y[:20]))
     stored = small_problem("dense")[0]
     stored.save(tmp_path / "dense")

@@ -367,7 +367,7 @@ def test_few_rows_beside_the_weights_give_the_same_dense_posterior(
         return torch.cat([value[None], *torch.autograd.grad(value, precision)]).detach()
 
     few = fit(model, data, structure="dense", prior=lapis.Prior(0.7, groups=groups))
-    monkeypatch.setattr(gram, "FEW", 0.0)
+    monkeypatch.setattr(gram, "FEW_ROWS", 0.0)
     many = fit(model, data, structure="dense", prior=lapis.Prior(0.7, groups=groups))
     (rows,), (none,) = ([block.few_rows for block in p.curvature.blocks] for p in (few, many))
     assert none is None
@@ -389,7 +389,7 @@ def test_dense_log_determinants_and_variances_have_first_and_second_derivatives(
 ) -> None:
     """By prior precisions and by the noise, where the matrix has several strips."""
     monkeypatch.setattr(gram, "STRIP", 7)
-    monkeypatch.setattr(gram, "FEW", 0.0)
+    monkeypatch.setattr(gram, "FEW_ROWS", 0.0)
     posterior = fit(network(), structure="dense", prior=lapis.Prior(0.7, groups=groups))
     block = posterior.curvature.blocks[0]
     precision = torch.linspace(0.5, 2.0, len(posterior.weight_prior.precision), dtype=F64, requires_grad=True)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lapis.errors import FileError
 
-FORMAT = 1
-"""Version of the layout; readers refuse newer ones."""
+FORMAT = 2
+"""Version of the layout; readers refuse all others. 1 was that of development versions before the contract."""
 
 
 def write(
@@ -97,12 +97,13 @@ def read(path: Path, kind: str = "posterior") -> tuple[dict[str, Any], dict[str,
             do="save it again, or copy it again; a checkpoint can be deleted to start anew",
         ) from error
     version = header.get("format", "")
-    if version.isdecimal() and int(version) > FORMAT:
+    if version.isdecimal() and int(version) != FORMAT:
+        newer = int(version) > FORMAT
         raise FileError(
-            f"{path} was written by a newer Lapis",
-            expected=f"format {FORMAT} or older",
+            f"{path} was written by {'a newer' if newer else 'an older'} Lapis",
+            expected=f"format {FORMAT}",
             got=f"format {version}",
-            do="upgrade Lapis",
+            do="upgrade Lapis" if newer else "fit again and save anew; a checkpoint can be deleted to start anew",
         )
     text = header.get("lapis", "")
     if header.get("digest") != tensors_digest(tensors, f"{version} {text}"):

@@ -151,6 +151,23 @@ def laplace(
     chosen, note = resolve_structure(structure, network.size, memory_budget)
     _check_structure(chosen, structure, curvature, rank)
     weight_prior = chosen_prior.resolve(network)
+    weights_now, fingerprint = network.flat(), network.fingerprint()
+
+    def common(curvature: Curvature | ImplicitCurvature) -> dict[str, Any]:
+        """What posteriors of every structure hold."""
+        return {
+            "network": network,
+            "likelihood": likelihood,
+            "facts": Facts(curvature.n_data, curvature.outputs, curvature.signature, fingerprint, memory_budget),
+            "mean": weights_now,
+            "point": weights_now,
+            "fitted_likelihood": likelihood,
+            "prior": chosen_prior,
+            "weight_prior": weight_prior,
+            "structure": chosen,
+            "temperature": temperature,
+        }
+
     with network.prepared():
         with naming(f"batch {first.index}"):
             if chosen == "implicit":
@@ -160,26 +177,6 @@ def laplace(
                 tape, outputs = planned_tape(network, likelihood.canonical, first.inputs)
             likelihood.check_outputs(outputs)
         network.signature = describe(first.inputs)
-        weights_now = network.flat()
-
-        def common(curvature: Curvature | ImplicitCurvature) -> dict[str, Any]:
-            """What posteriors of every structure hold."""
-            facts = Facts(
-                curvature.n_data, curvature.outputs, curvature.signature, network.fingerprint(), memory_budget
-            )
-            return {
-                "network": network,
-                "likelihood": likelihood,
-                "facts": facts,
-                "mean": weights_now,
-                "point": weights_now,
-                "fitted_likelihood": likelihood,
-                "prior": chosen_prior,
-                "weight_prior": weight_prior,
-                "structure": chosen,
-                "temperature": temperature,
-            }
-
         fit = _Fit(
             network, likelihood, chain([first], stream), total, weight_prior, temperature, memory_budget, progress
         )

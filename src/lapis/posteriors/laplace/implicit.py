@@ -13,14 +13,15 @@ from torch import Tensor
 
 from lapis.batches import Inputs, batches
 from lapis.curvature.products.ggn import ImplicitCurvature, ImplicitGaussian, Solved, Space
-from lapis.errors import DataError, LapisWarning, OptionError
+from lapis.errors import LapisWarning, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.options import check_choice, check_count
 from lapis.posteriors.laplace import drawing, tuning_by_draws
 from lapis.posteriors.laplace.drawn import DrawnPosterior
 from lapis.posteriors.laplace.family import LaplaceFamily, refuse_options
-from lapis.posteriors.laplace.stored import LaplacePosterior
+from lapis.posteriors.laplace.same_data import same_batches
+from lapis.posteriors.laplace.solver import TOLERANCES, Solver
 from lapis.posteriors.laplace.tuning_by_evidence import checked, regrouped
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.linearised import by_solves
@@ -36,35 +37,11 @@ from lapis.solvers import (
     hutchinson_diagonal,
 )
 
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
-"""Relative residuals that solves go to when no tolerance is given."""
-
 BLOCKS = 12
 """Blocks of vectors that a solve holds at its peak, products included."""
 
 MOST_VECTORS = 64
 """Vectors solved for together, when memory allows it."""
-
-
-@dataclass(frozen=True)
-class Solver:
-    """How systems with the posterior precision are solved.
-
-    Args:
-        space: "weights" (P unknowns), "outputs" (examples x outputs unknowns), or "auto": the smaller one.
-        tolerance: on |A x - b| / |b|; 1e-10 for a float64 network and 1e-5 for float32 when None.
-        max_iterations: of conjugate gradients.
-        preconditioner: a posterior of the same network and data in a stored structure, best "kronecker"; it follows
-            the prior. For the weights' space.
-    """
-
-    space: Literal["auto", "weights", "outputs"] = "auto"
-    tolerance: float | None = None
-    max_iterations: int = 2000
-    preconditioner: LaplacePosterior | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        check_choice("space", self.space, ("auto", "weights", "outputs"))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -102,7 +79,7 @@ class ImplicitPosterior(LaplaceFamily):
         return "outputs" if self.curvature.rows < self.n_weights else "weights"
 
     def with_solver(self, **changes: Any) -> ImplicitPosterior:
-        """The same posterior with other settings of `Solver`: space, tolerance, max_iterations, preconditioner."""
+        """The same posterior with other settings of its `Solver`, such as space, tolerance or preconditioner."""
         solver = replace(self.solver, **changes)
         other = solver.preconditioner
         if other is not None and other.facts.fingerprint != self.facts.fingerprint:
@@ -114,7 +91,7 @@ class ImplicitPosterior(LaplaceFamily):
             )
         if other is not None:
             solver = replace(solver, preconditioner=other.with_prior(self.prior))
-        return replace(self, solver=solver)
+        return replace(self, solver=solver, curvature=self.curvature.with_mode(solver.mode))
 
     @cached_property
     def gaussian(self) -> ImplicitGaussian:
@@ -345,7 +322,7 @@ class ImplicitPosterior(LaplaceFamily):
         """
         self.check_network()
         if data is not None:
-            self._held(data, batch_size)
+            same_batches(data, self.network, self.curvature.digest, self.n_data, batch_size)
         problem = tuning_by_draws.tangent_problem(self, tolerance, max_products)
         mode = tuning_by_draws.tangent_mode(self, problem, problem.begin(start))
         return checked(replace(self, tangent=mode))
@@ -373,7 +350,9 @@ class ImplicitPosterior(LaplaceFamily):
         fresh = track(stream, "outputs of the new data", total, progress)
         held = [replace(batch, index=i) for i, batch in enumerate([*self.curvature.batches, *fresh])]
         facts = self.facts
-        sums = ImplicitCurvature(self.network, self.fitted_likelihood, held, facts.signature, facts.memory_budget)
+        sums = ImplicitCurvature(
+            self.network, self.fitted_likelihood, held, facts.signature, facts.memory_budget, self.solver.mode
+        )
         return self._with_sums(sums)
 
     # predictions -----------------------------------------------------------------------------------
@@ -395,33 +374,15 @@ class ImplicitPosterior(LaplaceFamily):
     def state(self) -> State:
         """The family's, and the solver's settings; the data are not written."""
         state, solver = super().state(), self.solver
-        chosen = {"space": solver.space, "tolerance": solver.tolerance, "max_iterations": solver.max_iterations}
+        chosen = {name: getattr(solver, name) for name in ("space", "tolerance", "max_iterations", "mode")}
         return State(state.config | {"solver": chosen}, state.tensors)
 
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> ImplicitPosterior:
         """The posterior of the data given, once it is certain that they are those of the fit."""
         fields = cls._fields(state, network, likelihood, facts)
-        digest = state.config["digest"]
-        sums = _curvature(state.data, None, digest, network, fields["fitted_likelihood"], facts)
-        return cls(curvature=sums, solver=Solver(**state.config["solver"]), **fields)
-
-    def _held(self, data: Any, batch_size: int | None) -> None:
-        """Refuse data that are not those of the fit."""
-        _curvature(data, batch_size, self.curvature.digest, self.network, self.fitted_likelihood, self.facts)
-
-
-def _curvature(
-    data: Any, batch_size: int | None, digest: int, network: Network, likelihood: Likelihood, facts: Facts
-) -> ImplicitCurvature:
-    """The GGN of these data by its products, if they have this fingerprint."""
-    stream, _ = batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)
-    found = ImplicitCurvature(network, likelihood, list(stream), facts.signature, facts.memory_budget)
-    if found.digest != digest:
-        raise DataError(
-            "These are not the data that the posterior was fitted to",
-            expected=f"{facts.n_data} examples with fingerprint {digest:016x}",
-            got=f"{found.n_data} with {found.digest:016x}",
-            do="pass the training data of the fit (without random augmentation)",
-        )
-    return found
+        held = same_batches(state.data, network, state.config["digest"], facts.n_data, None)
+        fitted = fields["fitted_likelihood"]
+        sums = ImplicitCurvature(network, fitted, held, facts.signature, facts.memory_budget)
+        solver = Solver(**state.config["solver"])
+        return cls(curvature=sums.with_mode(solver.mode), solver=solver, **fields)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from lapis.batches import batches, digest
 from lapis.curvature.products.jacobian import Jacobian
-from lapis.errors import DataError, LapisWarning, OptionError
+from lapis.errors import LapisWarning, OptionError
 from lapis.evidence import Evaluate, SpectralEvidence, TangentMode, TangentProblem, evaluate
 from lapis.evidence import tune as maximise
+from lapis.posteriors.laplace.same_data import same_batches
 from lapis.priors import Groups, Prior
 
 if TYPE_CHECKING:
@@ -158,23 +158,7 @@ def tangent_problem(
 ) -> TangentProblem:
     """The tangent model of the data that the posterior was fitted to; other data are refused."""
     network = posterior.network
-    if data is None:
-        raise DataError(
-            "The tangent model needs the data of the fit",
-            expected="posterior.at_tangent_mode(data)",
-            got="no data",
-            do="pass the training data; only implicit posteriors keep them",
-        )
-    stream, _ = batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)
-    held = list(stream)
-    found = sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64
-    if found != posterior.curvature.digest:
-        raise DataError(
-            "These are not the data that the posterior was fitted to",
-            expected=f"{posterior.n_data} examples with fingerprint {posterior.curvature.digest:016x}",
-            got=f"{sum(map(len, held))} with {found:016x}",
-            do="pass the training data of the fit (without random augmentation)",
-        )
+    held = same_batches(data, network, posterior.curvature.digest, posterior.n_data, batch_size)
     jacobian = Jacobian(
         network,
         posterior.curvature.tape.outputs,

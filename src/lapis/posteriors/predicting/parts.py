@@ -52,7 +52,7 @@ def latent_of_parts(
         found.append(posterior.latent(part, kind, samples, generator))
     if not found:
         raise _nothing(posterior.facts.signature, "no batches")
-    return join_latents(found)
+    return found[0] if len(found) == 1 else join_latents(found)
 
 
 def _parts(

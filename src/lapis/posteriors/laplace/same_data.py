@@ -1,0 +1,31 @@
+"""The data of the fit, given once more: for the tangent model, and for posteriors that consist of their data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lapis.batches import Batch, batches, digest
+from lapis.errors import DataError
+from lapis.network import Network
+
+
+def same_batches(data: Any, network: Network, fingerprint: int, n_data: int, batch_size: int | None) -> list[Batch]:
+    """The batches of `data`, once it is certain by their fingerprint that they are those of the fit."""
+    if data is None:
+        raise DataError(
+            "The data of the fit are needed again",
+            expected="the training data, in any order and batches",
+            got="no data",
+            do="pass them; only implicit posteriors keep their data",
+        )
+    stream, _ = batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)
+    held = list(stream)
+    found = sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64
+    if found != fingerprint:
+        raise DataError(
+            "These are not the data that the posterior was fitted to",
+            expected=f"{n_data} examples with fingerprint {fingerprint:016x}",
+            got=f"{sum(map(len, held))} with {found:016x}",
+            do="pass the training data of the fit (without random augmentation)",
+        )
+    return held

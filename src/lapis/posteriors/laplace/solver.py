@@ -1,0 +1,38 @@
+"""How systems with the precision of an implicit posterior are solved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from lapis.options import check_choice
+from lapis.posteriors.laplace.stored import LaplacePosterior
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Relative residuals that solves go to when no tolerance is given."""
+
+
+@dataclass(frozen=True)
+class Solver:
+    """How systems with the posterior precision are solved.
+
+    Args:
+        space: "weights" (P unknowns), "outputs" (examples x outputs unknowns), or "auto": the smaller one.
+        tolerance: on |A x - b| / |b|; 1e-10 for a float64 network and 1e-5 for float32 when None.
+        max_iterations: of conjugate gradients.
+        preconditioner: a posterior of the same network and data in a stored structure, best "kronecker"; it follows
+            the prior. For the weights' space.
+        mode: how Jacobian products are computed: one of `lapis.curvature.products.modes`, or "fastest", which times
+            them on this machine. None follows a fixed rule, so that results do not depend on the machine's load.
+    """
+
+    space: Literal["auto", "weights", "outputs"] = "auto"
+    tolerance: float | None = None
+    max_iterations: int = 2000
+    preconditioner: LaplacePosterior | None = field(default=None, repr=False)
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("space", self.space, ("auto", "weights", "outputs"))
