@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -68,12 +69,11 @@ def unflatten(vector: Tensor, like: Posterior | nn.Module) -> dict[str, Tensor] 
     `torch.func.functional_call`.
     """
     if isinstance(like, Posterior):
-        shapes = like.network.shapes
+        split = like.network.unflatten
     else:
         shapes = {name: tuple(p.shape) for name, p in like.named_parameters() if p.requires_grad}
-    if vector.dim() == 2:
-        return [split_vector(row, shapes) for row in vector]
-    return split_vector(vector, shapes)
+        split = partial(split_vector, shapes=shapes)
+    return [split(row) for row in vector] if vector.dim() == 2 else split(vector)
 
 
 __all__ = [

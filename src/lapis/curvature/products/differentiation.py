@@ -140,17 +140,16 @@ class Pass:
 
     def _add(self, total: Tensor, gradients: Sequence[Tensor | None]) -> None:
         """Add the parameters' gradients, (..., *shape) each, to `total` (..., P)."""
-        for gradient, (name, start) in zip(gradients, self.network.offsets.items(), strict=True):
+        for gradient, name in zip(gradients, self.network.names, strict=True):
             if gradient is not None:
                 dense = gradient.to_dense() if gradient.layout == torch.sparse_coo else gradient
-                stop = start + torch.Size(self.network.shapes[name]).numel()
-                total[..., start:stop] += dense.reshape(*total.shape[:-1], -1)
+                total[..., self.network.span(name)] += self.network.pick(name, dense.reshape(*total.shape[:-1], -1))
 
     def _dual(self, vector: Tensor, tracked: bool) -> Tensor:
         """J v, (B, T, C), of one vector in one forward-mode run; a tracked run also builds the graph of f."""
         with forward_ad.dual_level(), torch.set_grad_enabled(tracked), LeanDuals():
             # torch copies a tangent that is a slice of a storage, so each one gets a storage over the same memory
-            tangents = {name: from_dlpack(part.detach()) for name, part in self.network.unflatten(vector).items()}
+            tangents = {name: from_dlpack(part.detach()) for name, part in self.network.tangents(vector).items()}
             duals = {
                 name: make_dual(p if tracked else p.detach(), tangents[name])
                 for name, p in self.network.parameters.items()
@@ -173,19 +172,20 @@ class Pass:
         ]
         gradients = [gradient for gradient, _ in used]
         if batched:
-            block = [self._columns(vectors, name) for _, name in used]
+            tangents = self.network.tangents(vectors)
+            block = [tangents[name] for _, name in used]
             found: Tensor = torch.autograd.grad(gradients, seed, block, True, is_grads_batched=True)[0]
             return found
         each: list[Tensor] = []
         for vector in vectors:
-            tangents = self.network.unflatten(vector)
+            tangents = self.network.tangents(vector)
             each += torch.autograd.grad(gradients, seed, [tangents[name] for _, name in used], retain_graph=True)
         return torch.stack(each)
 
     def _batched(self, vectors: Tensor) -> Tensor:
         """J v, (k, B, T, C), of all vectors in one vmapped forward-mode run."""
         parameters = {name: p.detach() for name, p in self.network.parameters.items()}
-        block = {name: self._columns(vectors, name) for name in parameters}
+        block = self.network.tangents(vectors)
 
         def outputs(values: dict[str, Tensor]) -> Tensor:
             return self.canonical(self.network.call(self.inputs, values))
@@ -193,11 +193,6 @@ class Pass:
         with torch.no_grad():
             found: Tensor = torch.func.vmap(lambda v: torch.func.jvp(outputs, (parameters,), (v,))[1])(block)
         return found
-
-    def _columns(self, vectors: Tensor, name: str) -> Tensor:
-        """The entries of vectors (k, P) that belong to one parameter, (k, *shape)."""
-        shape, start = self.network.shapes[name], self.network.offsets[name]
-        return vectors[:, start : start + torch.Size(shape).numel()].reshape(len(vectors), *shape)
 
 
 def rows(network: Network, canonical: Canonical, inputs: Inputs) -> Tensor:

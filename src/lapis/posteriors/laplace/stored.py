@@ -219,6 +219,8 @@ class LaplacePosterior(LaplaceFamily):
         self, samples: int, generator: torch.Generator, inputs: Inputs
     ) -> Iterable[Mapping[str, Tensor]] | None:
         """Networks whose wide matrices are never formed."""
+        if self.network.indices:  # parameters chosen in part are put together anew for every draw
+            return None
         drawn = DrawnNetwork(self.network, self.curvature.blocks, self.gaussians, self.mean, inputs)
         return (drawn.draw(generator) for _ in range(samples))
 
