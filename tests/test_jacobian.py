@@ -18,6 +18,7 @@ from lapis.curvature.products.differentiation import LeanDuals, Pass, agrees_wit
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.curvature.products.jacobian import SPLIT_PARTS, Jacobian, shortcut_name
 from lapis.curvature.products.modes import (
+    BATCHED_MODES,
     LARGE_GRAPH_BYTES,
     MODES_BY_MEMORY,
     ONE_VECTOR_MODES,
@@ -150,6 +151,26 @@ def test_chosen_weights_are_the_columns() -> None:
     padded = torch.cat([v.new_zeros(2, whole.size - part.size), v], 1)
     for one, two in zip(part.forward(v), whole.forward(padded), strict=True):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("mode", [None, *MODES_BY_MEMORY])
+def test_single_weights_are_the_columns_in_every_mode(mode: str | None, count: int) -> None:
+    if mode in BATCHED_MODES and count == 1:
+        return
+    model, x, y, spec = case_data("mlp_gaussian")
+    canonical = spec.build().canonical
+    size = Network(model).size
+    mask = torch.rand(size, generator=torch.Generator().manual_seed(3)) < 0.5
+    part = Jacobian(Network(model, mask), canonical, held(x, y), kept_bytes=0, mode=mode)
+    whole = Jacobian(Network(model), canonical, held(x, y), kept_bytes=0)
+    v = torch.randn(count, part.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+    padded = v.new_zeros(count, size)
+    padded[:, mask] = v
+    pushed = part.forward(v)
+    for one, two in zip(pushed, whole.forward(padded), strict=True):
+        torch.testing.assert_close(one, two)
+    torch.testing.assert_close(part.backward(pushed), whole.backward(pushed)[:, mask])
 
 
 @pytest.mark.parametrize("kind", ["weight", "bias"])
