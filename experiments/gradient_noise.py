@@ -78,7 +78,9 @@ class Problem:
         """The same, from an epoch of minibatches."""
         descent = Descent(self.posterior, objective, batch, 0, DRAWS)
         full = [
-            step for step in range(len(descent.parts)) if len(descent.parts[descent.place(step)].batches[0]) == batch
+            step
+            for step in range(len(descent.parts))
+            if len(descent.parts[descent.minibatch(step)].batches[0]) == batch
         ]
         exact = descent.product(descent.data, self.minimiser, 1.0) - descent.target
         errors = [descent.gradient(self.minimiser, step) - exact for step in full]

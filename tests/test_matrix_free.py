@@ -132,7 +132,7 @@ def test_both_objectives_have_the_draw_as_their_minimiser(name: str) -> None:
     for objective in ("noisy", "low_noise"):
         descent = drawing.Descent(posterior, objective, 2, exact.drawing.seed, 2)
         count = len(descent.parts)
-        assert sorted(descent.place(step) for step in range(count)) == list(range(count))
+        assert sorted(descent.minibatch(step) for step in range(count)) == list(range(count))
         for y in (exact.deviations * root, somewhere):
             mean = torch.stack([descent.gradient(y, step) for step in range(count)]).mean(0)
             expected = (y / root) @ precision(name) / root - (exact.deviations @ precision(name)) / root

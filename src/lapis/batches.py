@@ -67,9 +67,9 @@ class Batch:
             stop = min(start + size, length)
             yield Batch(take(self.inputs, start, stop), self.targets[start:stop], self.index, self.start + start)
 
-    def chosen(self, places: Tensor) -> Batch:
-        """The examples at `places`, in that order."""
-        return Batch(map_tensors(lambda tensor: tensor[places], self.inputs), self.targets[places], self.index)
+    def chosen(self, indices: Tensor) -> Batch:
+        """The examples with these indices, in that order."""
+        return Batch(map_tensors(lambda tensor: tensor[indices], self.inputs), self.targets[indices], self.index)
 
 
 def joined(parts: Sequence[Batch]) -> Batch | None:

@@ -327,7 +327,7 @@ class Network:
 
     def fingerprint(self) -> str:
         """A digest of every parameter and buffer: names, shapes, values."""
-        digest = hashlib.sha256()  # the quickest: processors know it
+        digest = hashlib.sha256()  # the fastest here: processors have instructions for it
         for name, tensor in self._state():
             _add_to_digest(digest, name, tensor)
         return digest.hexdigest()[:32]

@@ -202,7 +202,7 @@ class Descent:
         """weight F_b^T F_b y + y."""
         return part.product(y / self.root).div_(self.root).mul_(weight * self.scale).add_(y)
 
-    def place(self, step: int) -> int:
+    def minibatch(self, step: int) -> int:
         """The minibatch of a step: each once an epoch, in an order of the epoch's own."""
         count = len(self.parts)
         order = torch.Generator().manual_seed((self.seed + 2**41 + step // count) % 2**63)
@@ -210,12 +210,12 @@ class Descent:
 
     def gradient(self, y: Tensor, step: int) -> Tensor:
         """An unbiased estimate of (I + F^T F) y - e - F^T u from one minibatch."""
-        place, count = self.place(step), len(self.parts)
-        part = self.parts[place]
+        index, count = self.minibatch(step), len(self.parts)
+        part = self.parts[index]
         found = self.product(part, y, count)
         if self.rows is None:
             return found.sub_(self.target)
-        return found.sub_(self._pulled(part, self.rows[place]), alpha=count).sub_(self.start)
+        return found.sub_(self._pulled(part, self.rows[index]), alpha=count).sub_(self.start)
 
     def residuals(self, y: Tensor) -> Tensor:
         """|(I + F^T F) y - e - F^T u| / |e + F^T u| over all data, in units of the weights: |A z - b| / |b|."""

@@ -113,9 +113,9 @@ class LaplacePosterior(LaplaceFamily):
                 do="use marginal_variance(), sample() or log_prob()",
             )
         matrix = self.mean.new_zeros(self.n_weights, self.n_weights, dtype=torch.float64)
-        places = self._to_blocks(torch.arange(self.n_weights, device=self.network.device))
-        for gaussian, place in zip(self.gaussians, places, strict=True):
-            matrix[place[:, None], place] = gaussian.matrix()
+        indices = self._to_blocks(torch.arange(self.n_weights, device=self.network.device))
+        for gaussian, index in zip(self.gaussians, indices, strict=True):
+            matrix[index[:, None], index] = gaussian.matrix()
         return matrix
 
     # evidence --------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class DrawnNetwork:
                 self.parameters |= self.matrices[i].held
 
     def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """The parameters of the next network; they take the place of the last one's."""
+        """The parameters of the next network; they overwrite those of the last one."""
         parts = torch.split(white_noise(self.network, generator), [block.size for block in self.blocks])
         for i, (block, gaussian, part) in enumerate(zip(self.blocks, self.gaussians, parts, strict=True)):
             if i in self.matrices:
@@ -75,7 +75,8 @@ def _is_linear(site: Site, network: Network) -> bool:
 class Matrix:
     """A linear layer's weight, perhaps with its bias as a last column of inputs: the mean, and one draw at a time.
 
-    It will see about `rows` inputs; where forming it is less work for so many, whatever they are, it is formed at once.
+    It will be multiplied with about `rows` inputs. If forming the drawn matrix takes less work than multiplying that many
+    inputs with its factors, it is formed with every draw.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Matrix:
         self._known: tuple[Any, Tensor, Tensor] | None = None
 
     def draw(self, noise: Tensor) -> None:
-        """Put the next draw in the place of the last."""
+        """Overwrite the last draw with the next."""
         self._noise = noise.reshape(self.deviation.shape) * self.deviation
         if self.forming:
             torch.addmm(self.mean, self.outputs @ self._noise, self.back.mT, out=self._formed)

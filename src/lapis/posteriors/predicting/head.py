@@ -46,8 +46,8 @@ def find_head(network: Network, inputs: Inputs) -> Head | None:
     """
     calls: list[Head] = []
     handles = []
-    for place, letter in enumerate(network.names[0]):
-        name = network.names[0][:place]
+    for end, letter in enumerate(network.names[0]):
+        name = network.names[0][:end]
         if letter == "." and all(other.startswith(f"{name}.") for other in network.names):
             module = network.module.get_submodule(name)
             if not module._forward_hooks and not module._forward_pre_hooks:  # hooks would see their own results again

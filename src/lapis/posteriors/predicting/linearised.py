@@ -43,8 +43,8 @@ def linearised(
         step = min(length, examples_at_once(curvature, 2 * curvature.outputs, min(WORK_BYTES, memory_budget)))
     mean, spread, shape = _part(network, curvature, gaussians, take(inputs, 0, step), kind, memory_budget)
     if step < length:
-        # All results get their places now: small tensors that stay, between large ones that go, would keep the
-        # allocator from using memory again.
+        # All results are allocated now: small tensors that stay, between large ones that are freed, would keep the
+        # allocator from using that memory again.
         mean, spread = (
             torch.cat([first, first.new_empty(length - step, *first.shape[1:])]) for first in (mean, spread)
         )
@@ -181,8 +181,8 @@ def _each(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussia
     for seeds in position_seeds(unit_factor(record.f.detach()), record.f.shape[-1]):
         contributions = record.contributions(seeds)
         parts = [
-            gaussian.covariance(_own(contributions, places), kind == "diagonal")
-            for gaussian, places in zip(gaussians, curvature.sites_of, strict=True)
+            gaussian.covariance(_own(contributions, sites), kind == "diagonal")
+            for gaussian, sites in zip(gaussians, curvature.sites_of, strict=True)
         ]
         found.append(
             torch.stack(parts).sum(0) if len({part.dtype for part in parts}) == 1 else sum(parts[1:], parts[0])
@@ -198,11 +198,11 @@ def _joint(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussi
     seeds = torch.cat(list(position_seeds(unit_factor(record.f.detach()), outputs)))
     contributions = record.contributions(seeds)
     parts = [
-        gaussian.joint(_own(contributions, places))
-        for gaussian, places in zip(gaussians, curvature.sites_of, strict=True)
+        gaussian.joint(_own(contributions, sites))
+        for gaussian, sites in zip(gaussians, curvature.sites_of, strict=True)
     ]
     return sum(parts[1:], parts[0]).reshape(total, total)
 
 
-def _own(contributions: Sequence[Contribution], places: Sequence[int]) -> list[Contribution]:
-    return [contributions[place] for place in places]
+def _own(contributions: Sequence[Contribution], sites: Sequence[int]) -> list[Contribution]:
+    return [contributions[site] for site in sites]
