@@ -75,8 +75,8 @@ def _is_linear(site: Site, network: Network) -> bool:
 class Matrix:
     """A linear layer's weight, perhaps with its bias as a last column of inputs: the mean, and one draw at a time.
 
-    It will be multiplied with about `rows` inputs. If forming the drawn matrix takes less work than multiplying that many
-    inputs with its factors, it is formed with every draw.
+    It will be multiplied with about `rows` inputs. If forming the drawn matrix takes less work than multiplying these
+    with its factors, it is formed with every draw.
     """
 
     def __init__(
