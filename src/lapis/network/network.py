@@ -170,7 +170,7 @@ class Network:
                 zeros = part.new_zeros(*part.shape[:-1], self.parameters[name].numel())
                 found[name] = self._filled(name, part, zeros)
             else:
-                found[name] = part.reshape(*part.shape[:-1], *self.shapes[name])
+                found[name] = part.reshape((*part.shape[:-1], *self.shapes[name]))
         return found
 
     def _split(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -188,7 +188,7 @@ class Network:
         if name in self.indices:
             index = self.indices[name].expand(part.shape)
             part = background.expand(*part.shape[:-1], -1).scatter(-1, index, part)
-        return part.reshape(*part.shape[:-1], *self.shapes[name])
+        return part.reshape((*part.shape[:-1], *self.shapes[name]))
 
     # calling ---------------------------------------------------------------------------------------
 
