@@ -43,7 +43,7 @@ class Curvature:
 
     @cached_property
     def row_length(self) -> int:
-        """Number of weights in blocks that need the rows of J for all of an example's seeds at once."""
+        """Number of weights in blocks that form rows of the Jacobian, one per seed, in working memory."""
         return sum(block.size for block in self.blocks if block.takes_rows)
 
     @cached_property

@@ -250,10 +250,7 @@ class Network:
 
     @contextmanager
     def replaced(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace parameters by other tensors in every submodule that holds them, until the context ends.
-
-        Cheaper than `call(inputs, parameters)`, and effective for submodules called on their own.
-        """
+        """Replace parameters by other tensors in every submodule that holds them, until the context ends."""
         new = {id(self.parameters[name]): tensor for name, tensor in parameters.items()}
         owners: list[tuple[dict[str, Any], str, Tensor]] = [
             (module._parameters, name, parameter)
