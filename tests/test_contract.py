@@ -510,3 +510,24 @@ def test_curvature_of_single_weights_is_its_block_of_the_whole(structure: str) -
     )
     variance = torch.einsum("bcp,pq,bcq->bc", jacobian, torch.linalg.inv(expected), jacobian)
     torch.testing.assert_close(part.functional_variance(x, diagonal=True), variance, rtol=1e-7, atol=1e-9)
+
+
+def test_plans_of_other_single_weights_are_not_reused() -> None:
+    """The proof is remembered with the module; it holds for the same entries of the same parameters only."""
+    torch.manual_seed(0)
+    model = mlp(2).double()
+    data = (normal(3)(9), normal(2)(9))
+    whole = lapis.laplace(model, data, lapis.Gaussian(0.5), structure="dense").precision()
+    for chosen in (torch.tensor([0, 1]), torch.tensor([2, 3, 5]), torch.tensor([7, 9])):
+        part = lapis.laplace(model, data, lapis.Gaussian(0.5), structure="dense", weights={"0.weight": chosen})
+        torch.testing.assert_close(part.precision(), whole[chosen][:, chosen])
+        assert part.sample(2).shape == (2, len(chosen))
+
+
+def test_an_error_in_the_middle_of_the_data_names_its_batch() -> None:
+    posterior, _, x = fitted("dense")
+    bad = x.clone()
+    bad[1] = torch.nan
+    for batches in ([x, bad], [x, x[:, :2]]):
+        with pytest.raises(lapis.DataError, match="In batch 1"):
+            posterior.predict(iter(batches))

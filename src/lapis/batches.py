@@ -1,4 +1,4 @@
-"""Data of any usual form as a stream of (inputs, targets) batches, checked on the way in.
+"""Data in any of the usual forms as a stream of checked (inputs, targets) batches.
 
 Inputs are a tensor, a tuple (passed as positional arguments) or a mapping (passed as keywords); the first axis of every
 tensor counts examples.
@@ -26,12 +26,12 @@ Inputs: TypeAlias = Any
 DEFAULT_BATCH_SIZE = 512
 
 DIGEST_ENTRIES = 24
-"""Numbers of each example that its fingerprint looks at."""
+"""Numbers of each example that enter its fingerprint, approximately."""
 
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Adds to an error about data or outputs which batch it is about."""
+    """Prefix errors about data or outputs with the batch they concern."""
     try:
         yield
     except (DataError, LikelihoodError, ModelError) as error:
@@ -40,7 +40,7 @@ def naming(where: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch, or a part of one from example `start` on: inputs, targets, and its place in the stream."""
+    """Inputs and targets of batch number `index` of a stream, or of a part of it that begins at example `start`."""
 
     inputs: Inputs
     targets: Tensor
@@ -49,7 +49,7 @@ class Batch:
 
     @property
     def where(self) -> str:
-        """Which batch, in words."""
+        """Which batch this is, for error messages."""
         part = f"examples {self.start} to {self.start + len(self) - 1} of " if self.start else ""
         return f"{part}batch {self.index}"
 
@@ -57,7 +57,7 @@ class Batch:
         return batch_length(self.inputs)
 
     def split(self, size: int) -> Iterator[Batch]:
-        """Parts of at most `size` examples, in order, as even as can be."""
+        """Parts of at most `size` examples, in order and of nearly equal length."""
         length = len(self)
         if length <= size:
             yield self
@@ -77,9 +77,9 @@ def joined(parts: Sequence[Batch]) -> Batch | None:
     tensors = [[*tensors_in(part.inputs), part.targets] for part in parts]
     if len({tuple((tensor.shape[1:], tensor.dtype) for tensor in group) for group in tensors}) > 1:
         return None
-    whole = [torch.cat(group) for group in zip(*tensors, strict=True)]
-    left = iter(whole[:-1])
-    return Batch(map_tensors(lambda _: next(left), parts[0].inputs), whole[-1], 0)
+    *inputs, targets = (torch.cat(group) for group in zip(*tensors, strict=True))
+    remaining = iter(inputs)
+    return Batch(map_tensors(lambda _: next(remaining), parts[0].inputs), targets, 0)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
@@ -106,7 +106,7 @@ def tensors_in(inputs: Inputs) -> list[Tensor]:
 
 
 def take(inputs: Inputs, start: int, stop: int) -> Inputs:
-    """Examples start..stop of `inputs`."""
+    """The examples from `start` up to, not including, `stop`."""
     return map_tensors(lambda tensor: tensor[start:stop], inputs)
 
 
@@ -124,7 +124,7 @@ def batch_length(inputs: Inputs) -> int:
 
 
 def describe(inputs: Inputs) -> str:
-    """Shapes and dtypes, for messages."""
+    """Shapes and dtypes of `inputs`, for error messages."""
     if isinstance(inputs, Tensor):
         return f"{tuple(inputs.shape)} {str(inputs.dtype).removeprefix('torch.')}"
     if isinstance(inputs, Mapping):
@@ -135,7 +135,7 @@ def describe(inputs: Inputs) -> str:
 
 
 def as_inputs(inputs: Any, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Arrays become tensors (floating ones in the network's dtype), tensors move to its device."""
+    """Inputs on the network's device: arrays become tensors (floating ones in its dtype), tensors keep their dtype."""
     if isinstance(inputs, Tensor):
         return inputs.to(device)
     if isinstance(inputs, np.ndarray):
@@ -149,9 +149,9 @@ def as_inputs(inputs: Any, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 
 def _tensor(values: Any, what: str) -> Tensor:
-    """Numbers in any form as a tensor."""
+    """Numbers in any form as a tensor; DataError calls them `what`."""
     try:
-        # lists through numpy: torch would take their numbers in single precision
+        # lists through numpy: torch would convert their numbers to single precision
         return torch.as_tensor(np.asarray(values) if isinstance(values, (list, tuple)) else values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
@@ -163,14 +163,17 @@ def _tensor(values: Any, what: str) -> Tensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """No NaN or infinity. A finite sum settles it in one pass; only an overflowing one needs a look at every entry."""
+    """Whether there is no NaN or infinity.
+
+    A finite sum proves it in one pass; the entries are examined only when the sum is not finite, as it may overflow.
+    """
     if not tensor.is_floating_point() or math.isfinite(tensor.detach().sum()):
         return True
     return bool(torch.isfinite(tensor).all())
 
 
 def check_finite(inputs: Inputs, where: str) -> None:
-    """Refuse NaN and infinity, naming the place."""
+    """Raise DataError on NaN or infinity, naming the batch (`where`) and the first such example."""
     for tensor in tensors_in(inputs):
         if not all_finite(tensor):
             bad = int((~torch.isfinite(tensor)).reshape(tensor.shape[0], -1).any(1).nonzero()[0])
@@ -183,11 +186,12 @@ def check_finite(inputs: Inputs, where: str) -> None:
 
 
 def is_pair(data: Any) -> bool:
-    """(inputs, targets) as against a sequence of batches: in a pair the second member is itself an array."""
+    """Whether data is a pair (inputs, targets), whose second member is an array, and not a sequence of batches."""
     return isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], (Tensor, np.ndarray))
 
 
 def _stream(data: Any, batch_size: int, dtype: torch.dtype, device: torch.device) -> Iterable[Any]:
+    """The data as an iterable of batches, which `batches` then checks one by one."""
     if is_pair(data):
         inputs, targets = as_inputs(data[0], dtype, device), _tensor(data[1], "targets")
         length = batch_length(inputs)
@@ -203,7 +207,7 @@ def _stream(data: Any, batch_size: int, dtype: torch.dtype, device: torch.device
             for start in range(0, length, batch_size)
         ]
     if isinstance(data, Dataset):
-        # a loader draws a seed for its workers even without any: not from torch's global generator
+        # its own generator: a loader draws a seed even without workers, which would advance torch's global generator
         return DataLoader(data, batch_size=batch_size, generator=torch.Generator())
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, Mapping, Tensor, np.ndarray)):
         return data
@@ -218,7 +222,7 @@ def _stream(data: Any, batch_size: int, dtype: torch.dtype, device: torch.device
 def batches(
     data: Any, *, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
 ) -> tuple[Iterator[Batch], int | None]:
-    """The batches of `data` in order, and how many there are when that is known beforehand."""
+    """The batches of `data` in order, and their number, or None when it is not known beforehand."""
     stream = _stream(data, batch_size or DEFAULT_BATCH_SIZE, dtype, device)
 
     def walk() -> Iterator[Batch]:
@@ -260,7 +264,7 @@ def batches(
 
 
 def _length(stream: Iterable[Any]) -> int | None:
-    """How many batches there are, when that is known beforehand."""
+    """The number of batches; None when it is not known beforehand."""
     if not isinstance(stream, (Sequence, DataLoader)):
         return None
     try:
@@ -270,31 +274,31 @@ def _length(stream: Iterable[Any]) -> int | None:
 
 
 def digest(inputs: Inputs, targets: Tensor) -> int:
-    """A 64-bit fingerprint of examples that adds up over them, so that neither order nor batching matters.
+    """A 64-bit fingerprint of examples, additive over examples: neither their order nor batching matters.
 
-    Of each example some numbers, rounded to float32 and flattened, are hashed; the hashes are summed modulo 2^64. Data
-    are the same when one network sees images and another the same pixels as a vector, in single or double precision.
+    A subset of each example's numbers, flattened and rounded to float32, is hashed; the hashes are summed modulo 2^64.
+    Images and the same pixels as vectors, in single or double precision, therefore have the same fingerprint.
     """
     length = targets.shape[0]
-    parts = [_some(tensor.detach().reshape(length, -1)).float() for tensor in (*tensors_in(inputs), targets)]
-    # in numpy, whose operations on small arrays cost less than torch's; zeros have no sign
+    parts = [_subsampled(tensor.detach().reshape(length, -1)).float() for tensor in (*tensors_in(inputs), targets)]
+    # numpy has less overhead than torch on small arrays; adding zero turns -0.0 into 0.0
     bits = (np.concatenate([part.cpu().numpy() for part in parts], 1) + np.float32(0)).view(np.int32)
-    return int(_mixed((bits + np.int64(1)) @ _places(bits.shape[1])).sum()) % 2**64
+    return int(_mixed((bits + np.int64(1)) @ _column_keys(bits.shape[1])).sum()) % 2**64
 
 
 @cache
-def _places(count: int) -> np.ndarray:
-    """A number for each place, of no pattern."""
+def _column_keys(count: int) -> np.ndarray:
+    """A pseudorandom multiplier for each column, so that the order of an example's numbers matters."""
     return _mixed(np.arange(1, count + 1, dtype=np.int64))
 
 
-def _some(rows: Tensor) -> Tensor:
-    """About DIGEST_ENTRIES columns, evenly spread: hashing all pixels would cost as much as a network's pass."""
+def _subsampled(rows: Tensor) -> Tensor:
+    """About DIGEST_ENTRIES evenly spaced columns: hashing every pixel would cost as much as a forward pass."""
     return rows[:, :: max(1, rows.shape[1] // DIGEST_ENTRIES)]
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit integers that leaves no pattern (splitmix64 with arithmetic shifts)."""
+    """A hash of each 64-bit integer (splitmix64 with arithmetic shifts)."""
     mixed: np.ndarray = numbers * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed ^= mixed >> shift

@@ -1,9 +1,8 @@
-"""How good are predictions, and does the stated uncertainty hold? Small functions of tensors, averaged over examples.
+"""Metrics of accuracy and calibration: small functions of tensors, averaged over examples.
 
 Classification metrics take probabilities (B, C) and classes (B,), both with any further positions: (B, ..., C) and
 (B, ...). Binary predictions are one-dimensional, the probability of class 1: (B,) and (B,). Targets equal to
-`ignore_index` do not count. Sums run in float64 on the CPU, for these numbers are for reading; the result is a 0-d
-float64 tensor.
+`ignore_index` are left out. Sums are in float64 on the CPU; the result is a 0-d float64 tensor unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ def auroc(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def ood_auroc(score_in: Tensor, score_out: Tensor) -> Tensor:
-    """AUROC of telling out-of-distribution examples from others by a score that should be larger for them."""
+    """AUROC of a score for detecting out-of-distribution examples, for which it should be larger."""
     inside, outside = _scores("score_in", score_in), _scores("score_out", score_out)
     labels = torch.cat([torch.zeros(len(inside)), torch.ones(len(outside))])
     return auroc(torch.cat([inside, outside]), labels)
@@ -188,7 +187,7 @@ def _classes(probs: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor,
     _require(len(index) > 0, "Nothing to score", "a target that counts", "none", "check ignore_index")
     inside = bool((index >= 0).all() and (index <= last).all())
     _require(inside, "A target is out of range", f"classes 0 to {last}", _range(index), "recode the classes")
-    # A softmax is rounded to its dtype's step: in half precision honest rows miss 1 by more than 1e-4.
+    # A softmax is rounded to its dtype: in half precision, valid rows miss a sum of 1 by more than 1e-4.
     tolerance = max(1e-4, torch.finfo(probs.dtype).eps ** 0.5 if probs.is_floating_point() else 0.0)
     total = p.sum(-1)
     _require(
@@ -202,6 +201,7 @@ def _classes(probs: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor,
 
 
 def _at(probs: Tensor, targets: Tensor) -> Tensor:
+    """The probability of each target."""
     return probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 

@@ -1,4 +1,8 @@
-"""Gaussian priors over weights: a mean, and one precision for each group of weights."""
+"""Gaussian priors over weights: a mean, and one precision for each group of weights.
+
+A `Prior` is what users write; `Prior.resolve` checks it against a network and returns the `WeightPrior` that posteriors
+compute with.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +21,24 @@ from lapis.network import Network
 from lapis.normalised import find_normalised
 
 Groups: TypeAlias = "str | Mapping[str, str | Sequence[str]] | Callable[[str], str]"
-"""How weights share precisions: "one", "layer", "parameter", "weight", "normalised" (weights that a normalisation layer
-makes scale-free have one each, all others share one); name patterns by group; or a function from name to group."""
+"""How weights share precisions: "one", "layer", "parameter", "weight"; "normalised" (each layer that a normalisation
+makes scale-free has its own, all others share one); a mapping from group names to parameter name patterns; or a
+function from a parameter's name to its group."""
 
 _ALIASES = {"tensor": "parameter", "single": "one", "per_layer": "layer", "per_parameter": "parameter"}
 
 
 @dataclass(frozen=True)
 class Prior:
-    """N(mean, diag(precision)^-1), before it knows which network it is for.
+    """N(mean, diag(precision)^-1), not yet bound to a network.
 
     Args:
-        precision: one number for all groups, a vector of one a group, or a mapping from group names. With
+        precision: one number for all groups, a vector with one entry per group, or a mapping from group names. With
             groups="weight" a vector over all weights. May require grad: the evidence is differentiable in it.
         groups: see `Groups`. A group is named after its layer or parameter.
         mean: a number, a flat vector (P,), or a dictionary of parameters.
-        scales: fixed positive factors (P,) that the weights' precisions are multiplied by; tuning changes the groups'
-            precisions only. `ImplicitPosterior.g_prior` makes such a prior.
+        scales: fixed positive factors (P,) that multiply the weights' precisions; tuning changes the groups'
+            precisions only. `ImplicitPosterior.g_prior` returns such a prior.
 
     >>> Prior(0.1, groups="layer")
     Prior(precision=0.1, groups='layer', mean=0.0)
@@ -65,9 +70,9 @@ class Prior:
 class WeightPrior:
     """A prior over the weights of one network.
 
-    `precision` has one entry a group, float64; `group_of` maps parameter names to groups, and is None when every weight
-    is its own group. `mean` is 0-d or (P,), float64. A weight's precision is its group's, times its entry of `scales`
-    (P,) when there are any.
+    `precision` has one float64 entry per group; `group_of` maps parameter names to groups, and is None when every
+    weight is its own group. `mean` is 0-d or (P,), float64. A weight's precision is its group's, times its entry of
+    `scales` (P,) unless that is None.
     """
 
     network: Network
@@ -77,10 +82,10 @@ class WeightPrior:
     mean: Tensor
     scales: Tensor | None = None
     _latest: list[Tensor] = field(default_factory=list, repr=False, compare=False)
-    """Weights and their squared distances; shared between priors that differ in precision only."""
+    """Cache of `squared_distance`: weights and result. Shared by priors that differ in precision only."""
 
     def of(self, name: str) -> Tensor:
-        """Precision of a parameter: 0-d, or one entry a weight (flat)."""
+        """Precision of a parameter: 0-d, or one entry per weight (flat)."""
         precision = self.precision[self.span(name) if self.group_of is None else self.group_of[name]]
         return precision if self.scales is None else precision * self.scales[self.span(name)]
 
@@ -107,8 +112,9 @@ class WeightPrior:
         return torch.tensor(sizes, dtype=torch.float64, device=self.precision.device)
 
     def squared_distance(self, weights: Tensor) -> Tensor:
-        """|t - mean|^2 within each group, weighted by `scales`; the latest answer is kept, for the same weights under
-        other precisions.
+        """|t - mean|^2 within each group for weights t (P,), weighted by `scales`.
+
+        The latest result is cached: tuning evaluates the same weights under many precisions.
         """
         if self._latest and self._latest[0] is weights:
             return self._latest[1]
@@ -128,7 +134,7 @@ class WeightPrior:
         return squares
 
     def logdet(self) -> Tensor:
-        """log |Lambda|."""
+        """log |Lambda|, with Lambda = diag(precision of every weight)."""
         logdet = (self.sizes() * self.precision.log()).sum()
         return logdet if self.scales is None else logdet + self.scales.log().sum()
 
@@ -144,7 +150,7 @@ class WeightPrior:
         return torch.equal(self.scales, other.scales)
 
     def to_prior(self) -> Prior:
-        """A prior that resolves to this one again, its groups listed by name."""
+        """A `Prior` that resolves to this one, with each group's parameters listed by name."""
         if self.group_of is None:
             return Prior(self.precision, "weight", self.mean, self.scales)
         groups = {label: self._members(i) for i, label in enumerate(self.labels)}
@@ -155,7 +161,7 @@ class WeightPrior:
         return [name for name, index in self.group_of.items() if index == group]
 
     def span(self, name: str) -> slice:
-        """Where a parameter lies in the flat vector of weights."""
+        """Slice of a parameter in the flat vector of weights."""
         return self.network.span(name)
 
 
@@ -174,6 +180,7 @@ def as_prior(prior: Any) -> Prior:
 
 
 def _group(groups: Groups, network: Network) -> tuple[tuple[str, ...], dict[str, int] | None]:
+    """Group labels, and the group index of each parameter (None when every weight is its own group)."""
     if isinstance(groups, str):
         groups = _ALIASES.get(groups, groups)
         if groups == "weight":
@@ -210,22 +217,25 @@ def _group(groups: Groups, network: Network) -> tuple[tuple[str, ...], dict[str,
 
 
 def _pattern_labels(groups: Mapping[str, str | Sequence[str]], network: Network) -> Callable[[str], str]:
-    found: dict[str, list[str]] = {name: [] for name in network.names}
+    """A function from a parameter's name to the one group whose patterns match it."""
+    labels_of: dict[str, list[str]] = {name: [] for name in network.names}
     for label, patterns in groups.items():
         for name in network.names:
             listed = [patterns] if isinstance(patterns, str) else patterns
             if any(fnmatchcase(name, pattern) or name.startswith(pattern + ".") for pattern in listed):
-                found[name].append(label)
-    wrong = [name for name, labels in found.items() if len(labels) != 1]
-    empty = [label for label in groups if not any(label in labels for labels in found.values())]
+                labels_of[name].append(label)
+    wrong = [name for name, labels in labels_of.items() if len(labels) != 1]
+    empty = [label for label in groups if not any(label in labels for labels in labels_of.values())]
     if wrong or empty:
         raise PriorError(
             "The groups do not partition the weights",
             expected="every parameter in exactly one group, every group with a parameter",
-            got=f"{wrong[0]!r} in {len(found[wrong[0]])} groups" if wrong else f"group {empty[0]!r} without parameters",
+            got=f"{wrong[0]!r} in {len(labels_of[wrong[0]])} groups"
+            if wrong
+            else f"group {empty[0]!r} without parameters",
             do="mend the patterns",
         )
-    return lambda name: found[name][0]
+    return lambda name: labels_of[name][0]
 
 
 def layer_of(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Shortcuts are taken only where they were seen to agree with the plain computation.
+"""Runtime checks of shortcuts: each is used only where its result has agreed with the plain computation.
 
 A shortcut computes the same numbers in less time or memory: all seeds in one backward pass, moments without patches,
-drawn networks without drawn matrices. Whether it is right can depend on the network, on torch's version and on shapes.
-So its first use for each set of shapes is compared with the plain computation; one that disagrees is not taken again.
+drawn networks without drawn matrices. Its correctness can depend on the network, on torch's version and on shapes. So
+its first use for each set of shapes is compared with the plain computation; one that disagrees is not used again.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ log = logging.getLogger("lapis")
 
 
 class Proofs:
-    """What is known about the shortcuts of one network."""
+    """The shortcuts proven, and those refused, for one network."""
 
     def __init__(self) -> None:
         self._proven: set[tuple[str, Hashable]] = set()
         self.refused: set[str] = set()
-        """Shortcuts that are not taken: torch could not, or they were seen to disagree."""
+        """Shortcuts that are not used: torch does not support them here, or their result disagreed."""
 
     def holds(self, shortcut: str, key: Hashable, agrees: Callable[[], bool]) -> bool:
-        """Whether the shortcut may be taken.
+        """Whether the shortcut may be used.
 
         Args:
-            shortcut: its name, in words.
-            key: what its answer depends on beside the numbers, such as shapes; each key is proven once.
+            shortcut: its name, a plural noun for the log.
+            key: what its correctness depends on besides the numbers, such as shapes; each key is checked once.
             agrees: compares the shortcut with the plain computation.
         """
         if shortcut in self.refused:

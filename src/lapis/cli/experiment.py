@@ -1,13 +1,13 @@
 """The demonstration's experiment: a small network on few, partly mislabelled digits, and its Laplace posteriors.
 
-Classes 0 to 7 are known; their images are divided at random into a training and a test set. A share of the labels of
-both is drawn anew at random, as labels in the world are wrong at times. Two other sets stand for what is not expected:
-classes 8 and 9, never trained on, and the test digits with noise added to their pixels. Weights, posteriors and their
-priors are fitted to the training images alone.
+Classes 0 to 7 are known; their images are divided at random into a training and a test set. A fraction of the labels of
+both is replaced by random ones, to imitate label noise. Two other sets are out of distribution: classes 8 and 9, never
+trained on, and the test digits with noise added to their pixels. Weights, posteriors and their priors are fitted to the
+training images only.
 
-The regime itself was chosen with test scores in view, as one where a point estimate is overconfident: a network that
-has been trained long on noisy labels. It matters: with clean labels (`label_noise=0`) the network alone is calibrated
-already and the posterior too cautious, and when training stops early (`Setting.quick`) there is little to gain.
+The setting was chosen with test scores in view, as one where a point estimate is overconfident: a network trained for
+long on noisy labels. This matters: with clean labels (`label_noise=0`) the network alone is already calibrated and the
+posterior too cautious, and when training stops early (`Setting.quick`) there is little to gain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BATCH = 256
 
 @dataclass(frozen=True)
 class Setting:
-    """How much data and work; `quick` is for a look and for tests, not for numbers to quote."""
+    """Amount of data and training; `quick` is for a first look and for tests, not for numbers to report."""
 
     seed: int = 0
     label_noise: float = 0.2
@@ -68,7 +68,7 @@ class Method:
     def scores(self, targets: Tensor, *, corrupted: bool = False) -> dict[str, float]:
         """Metrics on the test digits, or on the corrupted ones.
 
-        The AUROC is that of telling held-out classes (or corrupted digits) from test digits by predictive entropy.
+        The AUROC is that of predictive entropy for detecting held-out classes (or corrupted digits) among test digits.
         """
         probs, shifted = (self.corrupted, self.corrupted) if corrupted else (self.test, self.unknown)
         values = {
@@ -83,7 +83,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Result:
-    """What came out; `methods` are MAP, linearised, last layer and sampled, in this order."""
+    """The outcome of one run; `methods` are MAP, linearised, last layer and sampled, in this order."""
 
     digits: Digits
     methods: tuple[Method, ...]
@@ -98,7 +98,7 @@ def entropy(probs: Tensor) -> Tensor:
 
 
 def split(setting: Setting) -> Digits:
-    """scikit-learn's 1,797 digits: `per_class` training images of each known class, the rest of them for testing."""
+    """scikit-learn's 1,797 digits: `per_class` training images of each known class, the rest for testing."""
     images, classes = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8)
     y = torch.tensor(classes, dtype=torch.int64)
@@ -118,7 +118,7 @@ def split(setting: Setting) -> Digits:
 def trained(data: tuple[Tensor, Tensor], setting: Setting) -> nn.Sequential:
     """A 64-32-8 network at a mode of likelihood times prior N(0, 1), by Adam on (nll + |theta|^2 / 2) / N."""
     x, y = data
-    with torch.random.fork_rng(devices=[]):  # initial weights come from the global generator, left as it was
+    with torch.random.fork_rng(devices=[]):  # initial weights use the global generator, which is restored
         torch.manual_seed(setting.seed)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, len(KNOWN)))
     optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -135,7 +135,7 @@ def trained(data: tuple[Tensor, Tensor], setting: Setting) -> nn.Sequential:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Arrays this small are slower on more threads, far slower on busy cores; and sums come out the same anywhere."""
+    """Run on one thread: faster for arrays this small, especially on busy cores, and sums are reproducible."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Commands and their options; what a command alone needs is imported when it runs."""
+"""Commands and their options; modules that only one command needs are imported when it runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def version() -> None:
 
 
 def _figure_path(value: Path) -> Path:
-    """Refused before any work is done, not after."""
+    """Check the path of the figure before any work is done."""
     if value.suffix.lower() not in FORMATS:
         raise typer.BadParameter(f"{value} should end in {', '.join(FORMATS)}.")
     if value.is_dir():
@@ -47,7 +47,9 @@ def _figure_path(value: Path) -> Path:
 
 @app.command()
 def demo(
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the first split; others count on.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first split; the next seeds follow.")
+    ] = 0,
     label_noise: Annotated[float, typer.Option(min=0, max=0.9, help="Share of labels drawn anew at random.")] = 0.2,
     out: Annotated[Path, typer.Option(callback=_figure_path, help="Figure to write.")] = Path("lapis-demo.png"),
     repeats: Annotated[int, typer.Option(min=1, max=100, help="Splits and trainings to average over.")] = 5,

@@ -1,4 +1,4 @@
-"""The demonstration's words and numbers, on a terminal or in a pipe."""
+"""The demonstration's report, text and a table, for a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAST_KNOWN, (FIRST, SECOND) = KNOWN[-1], HELD_OUT
 
 
 def show(console: Console, setting: Setting, results: Sequence[Result]) -> None:
-    """What was done, on which data; the table; what the posterior says of itself."""
+    """Print the data, the table of scores, and facts about the posterior."""
     digits, fitted, tuned = results[0].digits, results[0].fitted, results[0].tuned
     known = f"{len(digits.train[1])} images to train on, {len(digits.test[1])} to test"
     noise = f"{100 * setting.label_noise:g} % of the labels of both drawn anew at random" if setting.label_noise else ""

@@ -1,4 +1,4 @@
-"""One pass over data, added to the sums: outputs, likelihood statistics, and curvature."""
+"""One pass over data: adds likelihood statistics and curvature, batch by batch, to the sums in `Curvature`."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def _add_batch(
         generator=generator,
         at_once=_collected_seeds(curvature, record, work),
     )
-    for number, some in enumerate(seeds):
-        _add_seeds(curvature, record, some.detach(), first=number == 0)  # sums have no graph, though a noise may
+    for number, group in enumerate(seeds):
+        _add_seeds(curvature, record, group.detach(), first=number == 0)  # detached: a noise may require grad
 
 
 def _collected_seeds(curvature: Curvature, record: Record, work: int) -> int:
-    """How many seeds are added at once; sets whether the record keeps layer inputs for more of them."""
+    """How many seeds are added together; also decides whether the record keeps layer inputs for later seeds."""
     record.keep_inputs = curvature.forms_jacobian
     fitting = seeds_at_once(curvature, len(record), work)
     if record.gradients.batched or curvature.row_length:
@@ -93,9 +93,10 @@ def _collected_seeds(curvature: Curvature, record: Record, work: int) -> int:
 
 
 def _add_seeds(curvature: Curvature, record: Record, seeds: Tensor, first: bool) -> None:
-    """Add some seeds' contributions; their gradients are freed before the next seeds are backpropagated.
+    """Add the contributions of a group of seeds; `first` marks the first group of a batch.
 
-    The layers nearest to the output come first and are freed: the first layers, mostly the largest, then work alone.
+    Blocks nearest to the output go first, and their gradients are freed: little else is then in memory when the first
+    layers, usually the largest, are processed. All gradients are freed before the next seeds are backpropagated.
     """
     contributions = dict(enumerate(record.contributions(seeds)))
     for block, sites in zip(reversed(curvature.blocks), reversed(curvature.sites_of), strict=True):

@@ -19,7 +19,7 @@ def add_hessian(block: Block, network: Network, likelihood: Likelihood, record: 
     order = torch.cat(
         [site.gather(torch.arange(network.size, device=network.device), network).reshape(-1) for site in block.sites]
     )
-    if not gradient.requires_grad:  # nll and network both linear in the weights
+    if not gradient.requires_grad:  # nll and network are both linear: the Hessian is zero
         return
     for row, index in enumerate(order.tolist()):
         second = torch.autograd.grad(gradient[index], parameters, retain_graph=True, allow_unused=True)

@@ -1,4 +1,4 @@
-"""What a network's outputs (B, T, C) must be like, whoever ran it; callers add which batch it is about."""
+"""Checks of a network's outputs (B, T, C), for fits and predictions; callers add the batch (`batches.naming`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lapis.errors import ModelError
 
 
 def check_finite(f: Tensor) -> None:
-    """Refuse NaN and infinity."""
+    """Raise ModelError on NaN or infinity."""
     if not all_finite(f):
         raise ModelError(
             "The network's outputs are not finite",
@@ -21,7 +21,7 @@ def check_finite(f: Tensor) -> None:
 
 
 def check_width(f: Tensor, outputs: int) -> None:
-    """Refuse another number of outputs than in the fit."""
+    """Raise ModelError if the number of outputs C differs from that of the fit."""
     if f.shape[-1] != outputs:
         raise ModelError(
             "The network's outputs have another width",
@@ -32,6 +32,6 @@ def check_width(f: Tensor, outputs: int) -> None:
 
 
 def check_outputs(f: Tensor, outputs: int) -> None:
-    """Both, for outputs that did not come from a tape, which checks the first."""
+    """`check_finite` and `check_width`, for outputs that do not come from a tape, which checks finiteness itself."""
     check_finite(f)
     check_width(f, outputs)

@@ -1,8 +1,9 @@
-"""Which site explains which weights, found on a few examples and proven against autograd.
+"""The plan: a partition of the chosen weights into sites, found on a few examples and proven against autograd.
 
-The sites partition the chosen weights. A weight whose recorded uses do not add up to autograd's gradient of it, example
-by example, falls to the general rule; so no architecture is silently wrong. The proof is remembered with the module and
-holds for as long as the same functions take the same weights in the same order, the examples where they lay.
+A site is a set of weights whose gradients one rule computes (see `recording.sites`). Weights whose recorded uses do not
+add up to autograd's gradient, example by example, fall back to the general rule; so no architecture is silently wrong.
+The proof is cached with the module, and holds while the same functions use the same weights in the same order, with the
+examples along the same axes.
 """
 
 from __future__ import annotations
@@ -34,34 +35,38 @@ PLANNING_EXAMPLES = 8
 
 @dataclass(frozen=True)
 class _Proven:
-    """What was found and proven on a few examples, and the trace that they left; it holds no tensor."""
+    """A plan proven on a few examples, and the trace of their forward pass that it is valid for; it holds no tensor."""
 
     trace: Any
     plan: Plan
     example_bytes: ExampleBytes
 
 
-_PROVEN: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], _Proven]] = WeakKeyDictionary()
-"""The last plan for each choice of weights."""
+Choice = tuple[tuple[str, int], ...]
+
+_PROVEN: WeakKeyDictionary[nn.Module, dict[Choice, _Proven]] = WeakKeyDictionary()
+"""For each module, the last plan by names and chosen entries of its parameters."""
 
 
 def planned_tape(network: Network, outputs: Callable[[Tensor], Tensor], inputs: Inputs) -> tuple[Tape, Tensor]:
-    """A tape that knows its sites, and the outputs of a few examples. Must run inside `network.prepared()`."""
-    remembered = _PROVEN.setdefault(network.module, {})
-    known = remembered.get(network.names)
+    """A tape with a proven plan, and the outputs of a few examples. Must run inside `network.prepared()`."""
+    cached = _PROVEN.setdefault(network.module, {})
+    choice = tuple(network.sizes.items())
+    known = cached.get(choice)
     tape = Tape(network, outputs)
     record = tape.record(take(inputs, 0, min(batch_length(inputs), PLANNING_EXAMPLES)))
     if known is None or record.trace is None or known.trace != record.trace:
-        known = remembered[network.names] = _prove(network, record)
+        known = cached[choice] = _prove(network, record)
     tape.plan, tape.example_bytes = known.plan, known.example_bytes
     return tape, record.f.detach()
 
 
 def _prove(network: Network, record: Record) -> _Proven:
+    """Find sites for the recorded uses; parameters left `loose` are covered by the general rule."""
     sites, loose = _sites(network, [use for _, use in record.uses])
     loose |= record.lost | unexplained(record, network, sites)
     kept = [site for site in sites if not any(slot.name in loose for slot in site.slots)]
-    # a bias whose weight is general, or the reverse, is general too: their sites were dropped together
+    # a bias that shared a site with a loose weight is loose too, and the reverse: the site was dropped
     loose |= set(network.names) - {slot.name for site in kept for slot in site.slots}
     kept = [site for site in kept if not any(slot.name in loose for slot in site.slots)]
     general = [Site("rows", whole(network, name)) for name in network.names if name in loose]
@@ -86,7 +91,7 @@ def _key(use: Use) -> Key:
 
 
 def _sites(network: Network, uses: list[Use]) -> tuple[list[Site], set[str]]:
-    """Sites from recorded uses, and the names of parameters that no use explains wholly."""
+    """Sites from recorded uses, and the names of parameters that the uses do not cover exactly once."""
     keys = {_key(use) for use in uses}
     occurrences = Counter(rows for key in keys for rows in key if rows is not None)
     by_slot: dict[tuple[str, int, int], list[tuple[Use, Slot]]] = defaultdict(list)
@@ -111,7 +116,7 @@ def _sites(network: Network, uses: list[Use]) -> tuple[list[Site], set[str]]:
 
 
 def _single(network: Network, members: list[tuple[Use, Slot]]) -> Site:
-    """A site for one slot: its kind if all uses agree on it, else plain rows."""
+    """A site for one slot: of the kind on which all uses agree, else plain rows."""
     kinds = {(type(use), slot.view, slot.axes, slot.shape, use.weight is slot) for use, slot in members}
     use, slot = members[0]
     if len(kinds) == 1 and isinstance(use, OuterUse):

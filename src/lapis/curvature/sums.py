@@ -1,4 +1,4 @@
-"""What a pass over data leaves behind: sums, so that passes over parts of the data add up."""
+"""The result of passes over data: sums over examples, so that passes over parts of the data add up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Curvature:
     """Sums over data: curvature blocks, likelihood statistics, number of examples."""
 
     kind: str
-    """"ggn", "sampled" or "empirical" Fisher information, or "hessian"."""
+    """Kind of curvature: "ggn", "sampled" or "empirical" (Fisher information), or "hessian"."""
     tape: Tape
     blocks: list[Block]
     statistics: Tensor
@@ -24,13 +24,13 @@ class Curvature:
     n_data: int = 0
     fisher_samples: int = 1
     signature: str = ""
-    """Shapes and dtypes of the inputs seen, for messages."""
+    """Shapes and dtypes of the inputs, for error messages."""
     outputs: int = 0
-    """Outputs of the network at one position."""
+    """Number of network outputs per position."""
     digest: int = 0
-    """Fingerprint of the data, the same for any order and batching."""
+    """Fingerprint of the data, independent of order and batching."""
     sites_of: list[list[int]] = field(default_factory=list)
-    """For each block, the indices of its sites among the tape's."""
+    """For each block, the indices of its sites in the tape's plan."""
 
     def __post_init__(self) -> None:
         index = {id(site): i for i, site in enumerate(self.tape.plan.sites)}
@@ -38,17 +38,17 @@ class Curvature:
 
     @cached_property
     def forms_jacobian(self) -> bool:
-        """Whether some block multiplies gradients with layer inputs, so that several seeds make wider products."""
+        """Whether some block multiplies gradients by layer inputs, so that several seeds together are faster."""
         return any(block.forms_jacobian for block in self._layer_blocks)
 
     @cached_property
     def row_length(self) -> int:
-        """Weights of the blocks that take all of an example's seeds as rows of J."""
+        """Number of weights in blocks that form rows of the Jacobian, one per seed, in working memory."""
         return sum(block.size for block in self.blocks if block.takes_rows)
 
     @cached_property
     def takes_moments(self) -> bool:
-        """Whether all that is asked of layer inputs is their second moment, position by position."""
+        """Whether blocks need layer inputs only through their second moments, position by position."""
         return all(block.takes_moments for block in self._layer_blocks)
 
     @property
@@ -56,7 +56,7 @@ class Curvature:
         return [block for block in self.blocks if block.sites[0].kind != "rows"]
 
     def clone(self) -> Curvature:
-        """The same sums, to be added to on their own."""
+        """A copy that can be added to independently; it shares the tape."""
         return Curvature(
             self.kind, self.tape, [block.clone() for block in self.blocks], self.statistics.clone(), self.n_data,
             self.fisher_samples, self.signature, self.outputs, self.digest,

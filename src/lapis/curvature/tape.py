@@ -1,4 +1,8 @@
-"""The tape: forward passes that remember how each chosen weight was used, and where the examples lay in each use."""
+"""The tape: forward passes that record how each chosen weight was used, and along which axis the examples lie.
+
+A `Record` of one batch holds what backward passes need to turn gradients at layer outputs into per-example gradients of
+the weights. `plan.planned_tape` builds a tape whose plan is proven against autograd.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +27,24 @@ from lapis.proofs import close
 
 
 class ExampleBytes(NamedTuple):
-    """Memory that one example takes."""
+    """Bytes of memory per example."""
 
     inputs: int
-    """The inputs of all layers."""
+    """Inputs of all layers."""
     largest: int
-    """The inputs of the layer with the largest ones."""
+    """Inputs of the layer with the largest ones."""
     largest_moment: int
-    """The same, when only second moments of the inputs are asked for."""
+    """Working memory of the largest layer when only the second moments of layer inputs are needed."""
     gradients: int
-    """The gradients of one seed at all layers' outputs."""
+    """Gradients of one seed at the outputs of all layers."""
 
 
 Located = list[tuple[BatchAxis, torch.Size]]
-"""For each call of a pass, the axis that holds the examples, and the lengths of all other axes."""
+"""For each recorded call of a forward pass, the axis that holds the examples, and the lengths of all other axes."""
 
 
 class Tape:
-    """Records batches of one network. `outputs` turns the raw output into (B, T, C)."""
+    """Records batches of one network. `outputs` converts the raw output to (B, T, C)."""
 
     def __init__(self, network: Network, outputs: Callable[[Tensor], Tensor]) -> None:
         self.network = network
@@ -52,16 +56,19 @@ class Tape:
         self._slots = {
             id(parameter): whole(network, name)
             for name, parameter in network.parameters.items()
-            if name not in network.indices  # parameters chosen in part take per-example gradients
+            if name not in network.indices  # parameters chosen in part use per-example gradients
         }
         self._axes: dict[Any, list[BatchAxis | None]] = {}
+        """By batch length, calls and shapes: the axis of the examples in each call."""
         self._folds: dict[Any, BatchAxis] = {}
+        """By number and key of a call: the axis found when only one candidate fitted."""
         self._located: dict[Any, Located] = {}
-        """By the calls of a pass: where the examples lie, if every call left a single possibility."""
+        """By the calls of a pass: the axis of the examples in each, if every call had only one candidate."""
         self._per_example = PerExample(network, outputs)
         self._rules = dict(MODULE_RULES)
-        """Rules of the user's own, as they are now: those registered later have no proof for this network."""
+        """A copy of the user's own rules: those registered later are not proven for this network."""
         self._trusted = not self._rules
+        """Whether every rule in use is proven for this network."""
 
     def record(self, inputs: Inputs) -> Record:
         """Run the network forward; must be called, and the record used, inside `network.prepared()`."""
@@ -70,9 +77,9 @@ class Tape:
         uses: list[tuple[Call, Use]] = []
         lost = set(listener.unread)
         for call, axis in zip(listener.calls, axes, strict=True):
-            found = call.rule(call, axis) if axis is not None else []
-            uses += [(call, use) for use in found]
-            read = {slot.rows for use in found for slot in (use.weight, use.bias) if slot is not None}
+            explained = call.rule(call, axis) if axis is not None else []
+            uses += [(call, use) for use in explained]
+            read = {slot.rows for use in explained for slot in (use.weight, use.bias) if slot is not None}
             lost |= {slot.name for slot in call.slots.values() if slot.rows not in read}
         trace = None
         if self._trusted and not listener.picks:
@@ -85,13 +92,15 @@ class Tape:
         record = Record(inputs, raw.shape, f, uses, lost, trace, self.plan, self._per_example, self.network.proofs)
         self.batches_seeds = record.gradients.batched
         if self.plan.sites and (listener.picks or not self._trusted):
-            # rows picked by an index may belong to other examples than before; rules are proven for loaded sites, too
+            # indexed rows may belong to other examples than in the planning batch; user rules need a proof here, since
+            # the sites may come from a file
             doubtful = unexplained(record, self.network, self.plan.sites)
             record.lost |= doubtful
             self._trusted = self._trusted or not doubtful
         return record
 
     def _forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Listener]:
+        """Raw outputs, checked outputs (B, T, C), and the listener with the recorded calls."""
         with listening(self.network, self._slots, self.plan.general, self._rules) as listener:
             raw = self.network.call(inputs)
         length = batch_length(inputs)
@@ -114,6 +123,7 @@ class Tape:
         return raw, f, listener
 
     def _find_axes(self, inputs: Inputs, f: Tensor, listener: Listener) -> list[BatchAxis | None]:
+        """The axis of the examples in each recorded call; None where there is none."""
         length, calls = batch_length(inputs), listener.calls
         signature = (length, tuple((call.key, tuple(call.probe.shape)) for call in calls))
         if signature not in self._axes:
@@ -122,7 +132,7 @@ class Tape:
         return self._axes[signature]
 
     def _known_axes(self, calls: list[Call], length: int) -> list[BatchAxis | None] | None:
-        """The axes found on a batch of another size, if they were beyond doubt and all others are as long as then."""
+        """The axes found on a batch of another size, if they were unique and all other axes have the same lengths."""
         known = self._located.get(tuple(call.key for call in calls))
         if known is None:
             return None
@@ -146,13 +156,13 @@ class Tape:
             large, small, sizes = listener.calls, calls, (2, 1)
             self._check_independence(other[:1], f)
         if [call.key for call in large] != [call.key for call in small]:
-            return [None] * len(calls)  # which layers run depends on the examples: only the general rule can tell
+            return [None] * len(calls)  # which layers run depends on the examples: only the general rule applies
         axes: list[BatchAxis | None] = []
         located: Located = []
         for number, (one, two) in enumerate(zip(large, small, strict=True)):
             fits = locate(one.probe, two.probe, *sizes)
             key = (number, one.key)
-            # inputs that are all alike fit several folds: then the one seen before counts
+            # identical inputs fit several folds: prefer the one found before
             if len(fits) == 1:
                 self._folds[key] = fits[0]
                 located.append((fits[0], _without(one.probe.shape, fits[0].dim)))
@@ -160,7 +170,7 @@ class Tape:
             axes.append(same[0] if same else fits[0] if fits else None)
         if len(located) == len(large):
             self._located[tuple(call.key for call in large)] = located
-        if length == 1:  # nothing to tell apart: all of the axis belongs to the one example
+        if length == 1:  # the whole axis belongs to the one example
             return [
                 axis and BatchAxis(axis.dim, call.probe.shape[axis.dim], 1)
                 for axis, call in zip(axes, calls, strict=True)
@@ -179,7 +189,7 @@ class Tape:
 
 
 def _alone(shape: torch.Size, axis: BatchAxis | None, length: int) -> tuple[int, ...]:
-    """The shape that one of `length` examples would have; as it is where they lie elsewhere."""
+    """The shape for one example instead of `length`; unchanged if `axis` does not hold the examples here."""
     if axis is None or len(shape) <= axis.dim or shape[axis.dim] != length * axis.fold:
         return shape
     return (*shape[: axis.dim], axis.fold, *shape[axis.dim + 1 :])

@@ -1,52 +1,52 @@
-"""How many examples and seeds are worked on at once, so that a pass stays within its working memory."""
+"""How many examples and seeds to process together, so that a pass stays within its working memory."""
 
 from __future__ import annotations
 
 from lapis.curvature.sums import Curvature
 
 WORK_BYTES = 64 * 2**20
-"""Working memory that one pass aims at, when the budget allows it."""
+"""Target for the working memory of one pass, if the budget allows it."""
 
 COLLECTED_SEEDS = 3
-"""Seeds that are backpropagated one by one are collected up to this many, and multiplied with the layer inputs
-together: wider products, in more memory. For networks with convolutions.
+"""Where seeds are backpropagated one by one (networks with convolutions), this many are collected and multiplied by the
+layer inputs together: fewer, wider products at the cost of memory.
 """
 
 ALL_SEEDS_BYTES, ALL_SEEDS_EXAMPLES = 32 * 2**20, 32
-"""All seeds are collected instead where at least this many examples fit in this many bytes: layer inputs (patches of
-images) are then made once, for one layer at a time, and need not be kept for more seeds.
+"""All seeds are collected instead if at least this many examples then fit in this many bytes: layer inputs (patches of
+images) are then computed once, for one layer at a time, and need not be kept for later seeds.
 """
 
 
 def _bytes(curvature: Curvature, *, summing: bool, keep_inputs: bool = True) -> tuple[int, int]:
-    """Working memory of an example: independent of seeds, and for each seed.
+    """Working memory of one example: a fixed part, and a part for each seed.
 
-    `summing`: to add to the sums, as against predicting. `keep_inputs`: layer inputs are kept for more seeds, where
-    these are multiplied with them.
+    `summing` is for adding to the sums, as opposed to predicting. `keep_inputs` counts the inputs of all layers, kept
+    for later seeds, if some block multiplies gradients by them.
     """
     sizes = curvature.tape.example_bytes
     inputs = sizes.largest_moment if summing and curvature.takes_moments else sizes.largest
     if keep_inputs and curvature.forms_jacobian:
         inputs = sizes.inputs
-    # the outputs of layers, before and after the activations, take about as much as the gradients
+    # layer outputs, before and after activations, take about as much memory as the gradients
     row = curvature.row_length * curvature.tape.network.dtype.itemsize
     return 2 * (inputs + sizes.gradients), sizes.gradients + row
 
 
 def examples_at_once(curvature: Curvature, seeds: int, work: int, *, summing: bool = False) -> int:
-    """How many examples fit in `work` bytes with that many seeds; `summing`: to add to the sums."""
+    """How many examples fit in `work` bytes with `seeds` seeds each; for `summing` see `_bytes`."""
     fixed, each = _bytes(curvature, summing=summing)
     return max(1, work // max(1, fixed + seeds * each))
 
 
 def seeds_at_once(curvature: Curvature, examples: int, work: int) -> int:
-    """How many seeds of a batch fit in `work` bytes, when they are added to the sums."""
+    """How many seeds of a batch of `examples` fit in `work` bytes while adding to the sums."""
     fixed, each = _bytes(curvature, summing=True)
     return max(1, (work - examples * fixed) // max(1, examples * each))
 
 
 def examples_with_all_seeds(curvature: Curvature, work: int) -> int:
-    """Of how many examples all seeds can be collected, if no layer inputs are kept; 0 where that does not pay."""
+    """For how many examples all seeds can be collected without keeping layer inputs; 0 where that does not pay."""
     if curvature.kind != "ggn" or not curvature.forms_jacobian or curvature.row_length:
         return 0
     fixed, each = _bytes(curvature, summing=True, keep_inputs=False)
@@ -54,7 +54,7 @@ def examples_with_all_seeds(curvature: Curvature, work: int) -> int:
 
 
 def part_length(curvature: Curvature, work: int) -> int:
-    """How many examples of a batch are added to the sums at once."""
+    """How many examples of a batch are added to the sums together."""
     most = examples_at_once(curvature, 1, work, summing=True)
     with_all_seeds = examples_with_all_seeds(curvature, work)
     collects_all = not curvature.tape.batches_seeds and with_all_seeds >= ALL_SEEDS_EXAMPLES

@@ -1,13 +1,13 @@
-"""The tangent model's mode in the outputs' space: Newton's method on M numbers, with exact steps.
+"""The tangent model's mode in the outputs' space: Newton's method in M unknowns (examples x outputs), with exact steps.
 
-Any minimum is theta = m + Lambda^-1 J^T a, with outputs f = g + K a, where g = f_t - J (t - m) are those at the prior's
-mean and K = J Lambda^-1 J^T. The loss is sum_n l(f_n, y_n) / T + 1/2 a^T K a, its gradient in theta J^T r with
-r = l'(f) / T + a, and Newton's step under the present curvature l''/T = S S^T
+Any minimum is theta = m + Lambda^-1 J^T a, with outputs f = g + K a, where g = f_t - J (t - m) are the outputs at the
+prior's mean and K = J Lambda^-1 J^T. The loss is sum_n l(f_n, y_n) / T + 1/2 a^T K a, its gradient in theta J^T r with
+r = l'(f) / T + a, and Newton's step with the curvature l''/T = S S^T at f is
 
     a <- a + s,    s = -(I + S S^T K)^-1 r = -r + S (I + S^T K S)^-1 S^T K r,
 
-at the cost of one Cholesky factor; -1/2 r^T K s is the decrease that the quadratic model promises. The optimal a is
--l'(f) / T, which depends little on the prior: the a of one prior is a good start under another.
+at the cost of one Cholesky factor; -1/2 r^T K s is the predicted decrease. The optimal a is -l'(f) / T, which depends
+little on the prior: the a of one prior is a good start under another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lapis.likelihoods import Likelihood
 from lapis.priors import WeightPrior
 
 SHORTER = tuple(0.5**k for k in range(12))
-"""Multiples of a given start that are tried: a prior that is wider by a factor k makes its outputs k times as large."""
+"""Multiples of a given start that are tried: with a prior wider by a factor k, its outputs are k times as large."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DualMode:
 
 
 class DualModel:
-    """The tangent model of some data, known by the kernel between its outputs."""
+    """The tangent model of a data set, represented by the kernel between its outputs."""
 
     def __init__(self, kernel: OutputKernel, targets: Sequence[Tensor], centre: Tensor) -> None:
         self.kernel, self.targets, self.centre = kernel, targets, centre
@@ -63,7 +63,7 @@ class DualModel:
         return prior.mean + self.kernel.backward(dual) / prior.vector()
 
     def dual_at(self, weights: Tensor, likelihood: Likelihood, temperature: float) -> Tensor:
-        """-l'(f) / T (M,) at the linear model's outputs for some weights; the a of these weights if they are a mode."""
+        """-l'(f) / T (M,) at the linear model's outputs for given weights; if these are a mode, this is their a."""
         f = self.at_centre + self.kernel.forward(weights - self.centre)
         pairs = zip(self.split(f), self.targets, strict=True)
         return -torch.cat([likelihood.gradient(part, y).flatten() for part, y in pairs]) / temperature
@@ -77,9 +77,9 @@ class DualModel:
         start: Tensor | None = None,
         max_iterations: int = 50,
     ) -> DualMode:
-        """Newton steps until the promised decrease is at most `tolerance` nats, times the loss where that is above one.
+        """Newton steps until the predicted decrease is at most `tolerance` nats (times the loss, if above one).
 
-        Begins at the best multiple of `start`, or at the prior's mean where that is better.
+        Starts from the best multiple of `start`, or from the prior's mean if that is better.
         """
         kernel, g = self.kernel.under(prior), self.at_mean(prior)
 

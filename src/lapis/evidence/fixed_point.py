@@ -1,9 +1,9 @@
 """MacKay's fixed point: alpha_g <- gamma_g / |theta_g - m_g|^2, noise^2 <- SSE / (n - gamma), monotone and accelerated.
 
-In logarithms every coordinate of the step has the sign of the evidence's slope, so the step points uphill: when the
+In logarithms every coordinate of the step has the sign of the evidence's slope, so the step points uphill: if the
 evidence falls, the step was too long, and halving it helps until rounding is reached. Plain iterations can be slow
-(when a noise and a precision can be traded for each other). Anderson's extrapolation from the last few iterates is used
-wherever it raises the evidence.
+(when noise and precision compensate each other), so Anderson extrapolation from the last few iterates is used wherever
+it raises the evidence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lapis.evidence.point import Evaluate, Point, limits
 from lapis.evidence.search import HALVINGS, Search, within
 
 MEMORY = 5
-"""Iterates that the extrapolation remembers."""
+"""Number of past iterates used by the extrapolation."""
 
 
 def climb(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: float) -> Search:
@@ -57,8 +57,8 @@ def climb(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: f
 
 def _extrapolated(past: deque[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     """Anderson's step: the combination of past iterates whose steps cancel best, and its own step."""
-    places, steps = (np.stack(parts, 1) for parts in zip(*past, strict=True))
+    iterates, steps = (np.stack(parts, 1) for parts in zip(*past, strict=True))
     differences = np.diff(steps)
     mix = np.linalg.lstsq(differences, steps[:, -1], rcond=None)[0]
-    moved: np.ndarray = steps[:, -1] - (np.diff(places) + differences) @ mix
-    return moved
+    step: np.ndarray = steps[:, -1] - (np.diff(iterates) + differences) @ mix
+    return step

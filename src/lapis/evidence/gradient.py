@@ -14,14 +14,14 @@ FAILED_LINE_SEARCH = 2
 """L-BFGS-B's status when its approximate Hessian no longer gives an uphill direction; a restart discards it."""
 
 RESTARTS = 3
-"""Restarts after such failures, at most."""
+"""Maximal number of restarts after such failures."""
 
 
 def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: float) -> Search:
-    """From `start` until slope / max(1, gamma), the relative error of MacKay's equations, is at most `tolerance`.
+    """Search from `start` until slope / max(1, gamma), the relative error of MacKay's equations, is <= `tolerance`.
 
     Where the posterior precision is not positive definite in float64 (tiny prior precisions on curvature without full
-    rank) the evidence counts as very low, so that the line search turns back.
+    rank) the evidence is set to a very low value, so that the line search backtracks.
     """
     bounds = limits(start)
     points = [start]

@@ -1,7 +1,7 @@
-"""Newton's method on the log evidence over logarithms of the hyperparameters, where its derivatives are closed forms.
+"""Newton's method on the log evidence in logarithms of the hyperparameters, where its derivatives have closed forms.
 
-The evidence is concave there (see `spectral`), so that a Newton step of limited length points uphill; where it went too
-far, halving it helps until rounding is reached. Groups are coupled through the noise alone, so the Hessian is an arrow
+The evidence is concave there (see `spectral`), so that a Newton step of limited length points uphill; if it is too
+long, halving it helps until rounding is reached. Groups are coupled only through the noise, so the Hessian is an arrow
 matrix (a diagonal, one row and one column) and the linear system costs one pass over the groups.
 """
 
@@ -14,7 +14,7 @@ from lapis.evidence.search import FLAT, HALVINGS, Search, within
 
 
 def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: float) -> Search:
-    """From `start` until slope / max(1, gamma), the relative error of MacKay's equations, is well below `tolerance`."""
+    """Search from `start` until slope / max(1, gamma), the relative error of MacKay's equations, is << `tolerance`."""
     bounds = limits(start)
     point, trace, evaluations = start, [start.value], 1
     for _ in range(max_iterations):
@@ -52,9 +52,9 @@ def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: 
 
 
 def _step(point: Point, bounds: np.ndarray) -> np.ndarray:
-    """Newton's step for the coordinates that are not at a bound, shortened to the range.
+    """Newton's step for the coordinates that are not at a bound, shortened to stay within the bounds.
 
-    Shortening each coordinate can turn the step downhill; then the slope, scaled by the Hessian's diagonal, is used.
+    Shortening coordinates can turn the step downhill; then the slope, divided by the Hessian's diagonal, is used.
     """
     assert point.spread is not None
     tiny = np.finfo(np.float64).tiny

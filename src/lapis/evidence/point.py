@@ -16,11 +16,11 @@ from lapis.likelihoods import Likelihood
 from lapis.priors import WeightPrior
 
 LARGEST_LOG = 30.0
-"""Precisions, and the noise variance's factor, stay within exp(-30) .. exp(30): beyond, nothing changes any more."""
+"""Precisions, and the factor of the noise variance, stay within exp(-30) .. exp(30): beyond, nothing changes."""
 
 
 class Tunable(Protocol):
-    """What tuning needs to know of a posterior."""
+    """The part of a posterior's interface that tuning needs."""
 
     @property
     def likelihood(self) -> Likelihood: ...
@@ -37,15 +37,15 @@ class Tunable(Protocol):
 
 
 Candidate = Callable[[Tensor], Tunable]
-"""Hyperparameters (G,), or (G + 1,) with a factor of the noise at the end, to a posterior that has them."""
+"""Maps hyperparameters (G,), or (G + 1,) with a factor of the noise last, to a posterior with these."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """log Z and its slope in u = log(alpha_1 .. alpha_G[, s]), s the factor of the noise's standard deviation.
+    """log Z and its slope in u = log(alpha_1 .. alpha_G[, s]), where s is a factor of the noise's standard deviation.
 
-    d log Z / d log alpha_g = 1/2 (gamma_g - alpha_g |theta_g - m_g|^2), and with E = sum of squared errors over the
-    noise's variance and n targets, d log Z / d log s = E/T + gamma - n/T, T the temperature. So the slope holds gamma.
+    d log Z / d log alpha_g = 1/2 (gamma_g - alpha_g |theta_g - m_g|^2), and d log Z / d log s = E/T + gamma - n/T, with
+    E the sum of squared errors over the noise's variance, n targets and temperature T. So the slope determines gamma.
     """
 
     logs: np.ndarray
@@ -56,7 +56,7 @@ class Point:
     errors: float | None
     """E/T, or None when the noise is not tuned."""
     spread: np.ndarray | None = None
-    """V_g, which the second derivatives are made of (see `spectral`); None when only the slope is known."""
+    """V_g, from which second derivatives follow (see `spectral`); None when only the slope is known."""
 
     @cached_property
     def gamma(self) -> np.ndarray:
@@ -65,7 +65,7 @@ class Point:
         return gamma
 
     def fixed_point_step(self) -> np.ndarray:
-        """From here to alpha_g = gamma_g / |theta_g - m_g|^2 and noise^2 = SSE / (n - T gamma), in logarithms."""
+        """The step to alpha_g = gamma_g / |theta_g - m_g|^2 and noise^2 = SSE / (n - T gamma), in logarithms."""
         step: np.ndarray = _log(self.gamma) - _log(self.penalty)
         if self.errors is None:
             return step
@@ -80,7 +80,7 @@ def _log(values: Any) -> np.ndarray:
 
 
 def evaluate(candidate: Candidate, logs: np.ndarray) -> Point | None:
-    """The evidence of a candidate at exp(logs), its slope by automatic differentiation."""
+    """The evidence of a candidate at exp(logs), with its slope by automatic differentiation; None as in `Evaluate`."""
     leaf = torch.tensor(logs, dtype=torch.float64, requires_grad=True)
     try:
         with torch.enable_grad():
@@ -102,18 +102,18 @@ def evaluate(candidate: Candidate, logs: np.ndarray) -> Point | None:
 
 
 Evaluate = Callable[[np.ndarray], "Point | None"]
-"""Logarithms of the hyperparameters to the evidence there; None where the posterior precision is not positive definite
-in float64."""
+"""Maps logarithms of the hyperparameters to the evidence there; None where the posterior precision is not positive
+definite in float64."""
 
 
 def limits(point: Point) -> np.ndarray:
-    """Largest |log| of each hyperparameter: the noise enters by its square."""
+    """Largest |log| of each hyperparameter; half as large for the noise, whose square is a variance."""
     bounds = np.full_like(point.logs, LARGEST_LOG)
     bounds[len(point.penalty) :] /= 2
     return bounds
 
 
 def relative_error(point: Point, bounds: np.ndarray) -> float:
-    """Of MacKay's equations: the largest slope that does not point out of range, over max(1, gamma)."""
+    """Relative error of MacKay's equations: the largest slope that does not point out of range, over max(1, gamma)."""
     inside = (np.abs(point.logs) < bounds) | (point.slope * point.logs < 0)
     return float((np.abs(point.slope) * inside).max()) / max(1.0, float(point.gamma.sum()))

@@ -1,4 +1,4 @@
-"""What the searches for the evidence's maximum have in common: limits on their steps, and their result."""
+"""Shared by all searches for the maximum of the evidence: limits on their steps, and their result."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from lapis.evidence.point import Point
 
 LONGEST_STEP = 5.0
-"""A factor of exp(5) at once: gamma at the other end of a longer step has little to do with gamma here."""
+"""Largest step in a logarithm, a factor of exp(5): gamma at the end of a longer step would differ too much."""
 
 HALVINGS = 30
-"""A step that still lowers the evidence after this many halvings is given up."""
+"""A step that still lowers the evidence after this many halvings is abandoned."""
 
 FLAT = 1000
-"""When rounding keeps a search from raising the evidence further, a slope below this many tolerances is converged."""
+"""If rounding prevents a further rise of the evidence, a slope below this many tolerances counts as converged."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The evidence from eigenvalues of the curvature: value, slope, second derivatives in closed form, no pass over data.
+"""The evidence from eigenvalues of the curvature: value, slope and second derivatives in closed form.
 
-With posterior precisions s l_i + alpha_g, shares c_i = s l_i / (s l_i + alpha_g) that the data determine, and
-s = s_0 exp(-2v) for noise exp(v) times what it was, over u = log alpha:
+For eigenvalues l_i, posterior precisions s l_i + alpha_g, fractions c_i = s l_i / (s l_i + alpha_g) determined by the
+data, and s = s_0 exp(-2v) for the noise times exp(v), in u = log alpha:
 
     d log Z / d u_g = 1/2 (gamma_g - alpha_g |theta_g - m_g|^2),  gamma_g = sum_i c_i
     d log Z / d v   = E/T + gamma - n/T
@@ -28,15 +28,15 @@ class SpectralEvidence:
 
     spectrum: GroupedSpectrum
     scale: float
-    """What the curvature is multiplied by at the present noise, temperature included."""
+    """s_0: factor of the curvature at the current noise, temperature included."""
     sizes: np.ndarray
-    """Weights in each group."""
+    """Number of weights in each group."""
     distance: np.ndarray
     """|theta_g - m_g|^2."""
     log_likelihood: float
-    """At the present noise, over the temperature."""
+    """At the current noise, over the temperature."""
     errors: float = 0.0
-    """E/T, the sum of squared errors over noise variance and temperature, at the present noise; to tune the noise."""
+    """E/T, the sum of squared errors over noise variance and temperature, at the current noise; to tune the noise."""
     targets: float = 0.0
     """n/T, the number of targets over the temperature; to tune the noise."""
 

@@ -1,10 +1,10 @@
 """The mode theta* of the tangent linear model, at which the evidence of networks that are not at a mode is taken.
 
-theta* = argmin sum_n l(f_n + J_n (theta - t), y_n) / T + 1/2 |theta - m|^2_Lambda: convex when l is convex in f,
-whatever the network. Found by Newton's method. Where outputs are few, each step is exact, in the outputs' space
+theta* = argmin sum_n l(f_n + J_n (theta - t), y_n) / T + 1/2 |theta - m|^2_Lambda, a convex problem for any network if
+l is convex in f. Solved by Newton's method. Where outputs are few, each step is exact, in the outputs' space
 (`lapis.evidence.dual`), and a change of the prior needs no further pass over the data. Otherwise a step is solved by
 conjugate gradients, preconditioned with the posterior's own precision, so that a Gaussian likelihood with the dense
-structure takes one product. t stays the linearisation point.
+structure takes one product. t remains the linearisation point.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class TangentMode:
     statistics: Tensor
     converged: bool
     remaining: float
-    """Nats by which the loss could still fall: half the squared gradient in the posterior's metric."""
+    """Nats by which the loss may exceed its minimum: half the squared gradient in the posterior's metric."""
     iterations: int
     products: int
-    """Passes over the data, each one J v and one J^T u; one, for J itself, in the outputs' space."""
+    """Passes over the data, each with one J v and one J^T u; in the outputs' space one pass, for J itself."""
     reason: str
     dual: Tensor | None = field(default=None, repr=False, compare=False)
     """a (M,) with theta* = m + Lambda^-1 J^T a, when it was found in the outputs' space."""
@@ -49,10 +49,10 @@ class TangentMode:
 
 
 class TangentProblem:
-    """The data of the tangent model (targets, outputs at t, Jacobian products), and how precisely to solve it.
+    """The data of the tangent model (targets, outputs at t, Jacobian products), and the tolerance of its solution.
 
-    The tolerance is in nats, multiplied by the loss where that is above one. When not given it is 1e-16 for a float64
-    network, and 1e-5 for a float32 one, whose products are no more exact.
+    The tolerance is in nats, multiplied by the loss if that is above one. By default it is 1e-16 for a float64 network,
+    and 1e-5 for float32, whose products are no more accurate.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TangentProblem:
         ]
 
     def begin(self, weights: Tensor | None) -> TangentMode | None:
-        """Weights (P,) as a place to start from."""
+        """Weights (P,) as a starting point for `solve`."""
         if weights is None:
             return None
         size = self.jacobian.size
@@ -97,7 +97,7 @@ class TangentProblem:
         start: TangentMode | None = None,
         max_iterations: int = 50,
     ) -> TangentMode:
-        """Newton steps from `start` (t, or m in the outputs' space) until `remaining` is at most the tolerance."""
+        """Newton steps until `remaining` is at most the tolerance; by default from t, or m in the outputs' space."""
         if self._dual is not None:
             return self._in_outputs(self._dual, likelihood, prior, temperature, start, max_iterations)
         max_products = self.max_products
@@ -123,7 +123,7 @@ class TangentProblem:
                 preconditioner=CallablePreconditioner(precondition),
                 energy_tolerance=2 * max(0.01 * nats, goal * remaining),
                 max_iterations=max(1, max_products - products),
-                on_negative_curvature="flag",  # rounding, as the tangent model is convex: the step is good up to there
+                on_negative_curvature="flag",  # by rounding, as the tangent model is convex: the step so far is good
             )
             step = solved.solution[0]
             products += solved.products
@@ -218,7 +218,7 @@ class _Loss:
     def search(
         self, f: Sequence[Tensor], theta: Tensor, change: Sequence[Tensor], step: Tensor, value: float, slope: float
     ) -> tuple[float, float]:
-        """The first of 1, 1/2, 1/4 ... that lowers the loss enough, and the loss there; 0 when none does."""
+        """The first step length of 1, 1/2, 1/4 ... that lowers the loss enough, and the loss there; 0 if none does."""
         length = 1.0
         for _ in range(40):
             moved = [one + length * two for one, two in zip(f, change, strict=True)]

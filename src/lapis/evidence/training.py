@@ -1,4 +1,4 @@
-"""How training by the evidence went."""
+"""The record of training by the evidence."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class Training:
     epochs: int
     """Epochs trained."""
     best_epoch: int
-    """The one whose weights, prior and noise had the highest evidence, and were kept."""
+    """The epoch with the highest evidence, whose weights, prior and noise were kept."""
     evaluated: tuple[int, ...]
     """Epochs after which curvature was refitted and hyperparameters were tuned."""
     log_evidence: tuple[float, ...]
-    """After each of those."""
+    """Log evidence after each of those."""
     loss: tuple[float, ...]
     """Mean of -log p(y, theta) / N over each epoch's batches."""
     reason: str
-    """Why it ended."""
+    """Why training ended."""
     constant: float = float("-inf")
-    """log p(D) of the best constant prediction: an evidence below it speaks for no network at all."""
+    """log p(D) of the best constant prediction: an evidence below it means that the network explains nothing."""
     held: tuple[int, ...] = ()
-    """Epochs whose evidence was below that, early enough to go on training: the prior was loosened, not tuned."""
+    """Early epochs with an evidence below `constant`, after which the prior was loosened instead of tuned."""
 
     def __post_init__(self) -> None:
         for name in ("evaluated", "log_evidence", "loss", "held"):

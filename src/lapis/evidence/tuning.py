@@ -1,4 +1,4 @@
-"""Tuning prior precisions and noise by the evidence, on the training data alone, with a record of the search."""
+"""Tuning of prior precisions and noise by maximising the evidence: choice of the search, its record, and warnings."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from lapis.options import check_choice, check_count
 Method = Literal["gradient", "fixed_point"]
 
 DEGENERATE = 1e-6
-"""A group's gamma this close to 0 or to its number of weights, relative to that number, is worth a warning."""
+"""A group's gamma this close to 0 or to its number of weights, relative to that number, causes a warning."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a tuning run went."""
+    """The record of a tuning run."""
 
     method: str
     log_evidence: float
     start: float
-    """The log evidence before."""
+    """Log evidence before tuning."""
     iterations: int
     evaluations: int
     converged: bool
     reason: str
     """Why the search ended."""
     trace: tuple[float, ...]
-    """log evidence after each iteration; it never falls."""
+    """Log evidence after each iteration; it never falls."""
     groups: tuple[str, ...]
     gamma: tuple[float, ...]
     """Effective parameters of each group, at the end."""
@@ -48,7 +48,7 @@ class Tuning:
     """Precisions, and the noise's factor, after each round of tuning from draws (which leaves the evidence NaN)."""
 
     def __post_init__(self) -> None:
-        for name in ("trace", "groups", "gamma", "at_bound"):  # files give lists
+        for name in ("trace", "groups", "gamma", "at_bound"):  # JSON turns tuples into lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "path", tuple(map(tuple, self.path)))
 
@@ -76,9 +76,9 @@ def tune(
 
     Args:
         evaluate: the evidence at given logarithms of the hyperparameters.
-        start: where to begin.
-        names: of the G prior groups.
-        sizes: weights in each group, (G,).
+        start: hyperparameters to start from.
+        names: names of the G prior groups.
+        sizes: number of weights in each group, (G,).
         method: "gradient" (Newton's method on logarithms where second derivatives are known, else L-BFGS) or
             "fixed_point" (MacKay's updates).
         tolerance: on MacKay's equations: their largest relative error (gradient, default 1e-6), or the largest step
@@ -124,7 +124,7 @@ def tune(
 
 def degeneracies(point: Point, tuning: Tuning, sizes: np.ndarray) -> list[str]:
     """Warnings about hyperparameters that the data do not determine, and about a search that did not converge."""
-    found = []
+    messages = []
     share = point.gamma / sizes
     distance = point.penalty / np.exp(point.logs[: len(sizes)])
     tight = point.logs[: len(sizes)] > 0
@@ -141,24 +141,26 @@ def degeneracies(point: Point, tuning: Tuning, sizes: np.ndarray) -> list[str]:
             "network may be too small",
         ),
     )
-    told = set()
+    mentioned = set()
     for where, why in cases:
         names = [tuning.groups[i] for i in np.flatnonzero(where)]
-        told.update(names)
+        mentioned.update(names)
         if names:
-            found.append(f"Prior {_listed(names)} {why}. Share its precision with other weights, or fix it.")
+            messages.append(f"Prior {_listed(names)} {why}. Share its precision with other weights, or fix it.")
     if "noise" in tuning.at_bound:
         size = math.exp(point.logs[-1])
         why = "the fit is perfect, and nothing bounds the noise from below" if size < 1 else "the data do not bound it"
-        found.append(f"The noise ran to the end of its range ({size:.3g} times what it was): {why}. Use noise=False.")
-    others = [name for name in tuning.at_bound if name not in told and name != "noise"]
+        messages.append(
+            f"The noise ran to the end of its range ({size:.3g} times what it was): {why}. Use noise=False."
+        )
+    others = [name for name in tuning.at_bound if name not in mentioned and name != "noise"]
     if others:
-        found.append(f"Prior {_listed(others)} ran to the end of its range: the evidence has no maximum in between.")
+        messages.append(f"Prior {_listed(others)} ran to the end of its range: the evidence has no maximum in between.")
     if not tuning.converged:
-        found.append(
+        messages.append(
             f"Tuning stopped before it converged: {tuning.reason}. Raise max_iterations, or use the other method."
         )
-    return found
+    return messages
 
 
 def _listed(names: Sequence[str]) -> str:

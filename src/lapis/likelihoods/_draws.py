@@ -1,4 +1,4 @@
-"""Random draws that follow an explicit generator, whatever device it lives on."""
+"""Random draws from an explicit generator, which may live on another device than the values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def normal_like(f: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal numbers in f's shape and dtype, on f's device, drawn where the generator lives."""
+    """Standard normal numbers in f's shape and dtype: drawn on the generator's device, moved to f's."""
     device = f.device if generator is None else generator.device
     return torch.randn(f.shape, dtype=f.dtype, device=device, generator=generator).to(f.device)
 

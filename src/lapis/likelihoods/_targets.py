@@ -1,4 +1,8 @@
-"""Checks that turn a user's targets into canonical ones, and say precisely what is wrong when they cannot."""
+"""Checking and reshaping of a user's targets into the canonical layout (see `likelihoods.base`), with precise errors.
+
+Arguments shared by these functions: f is the canonical output (B, T, C) that the targets belong to; `positions` are the
+sizes of the position axes in the network's own output, or None when only their product T is known.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ def as_tensor(y: Any, f: Tensor) -> Tensor:
 
 def check_finite(y: Tensor) -> None:
     """Every target a finite number, or DataError naming the first that is not."""
-    if math.isfinite(y.sum()):  # one pass; only a sum that overflows needs a look at every target
+    if math.isfinite(y.sum()):  # one pass; a sum can also overflow, so the entries are examined only when it is not
         return
     bad = ~torch.isfinite(y)
     if bad.any():
@@ -50,10 +54,11 @@ def check_finite(y: Tensor) -> None:
 
 
 def raise_at(y: Tensor, bad: Tensor, what: str, *, expected: str, do: str) -> None:
-    """Raise DataError for the targets marked `bad`, with their number and the first one's value and index."""
+    """Raise DataError for the targets marked `bad`: how many there are, and the first one's value and index."""
     where = [int(i) for i in bad.nonzero()[0]]
     value = y[tuple(where)]
-    first = where[:1] + (where[1:] if bad.dim() > 1 and bad.shape[1] > 1 else where[2:])  # a lone position goes unsaid
+    # the index omits the axis of a single position
+    first = where[:1] + (where[1:] if bad.dim() > 1 and bad.shape[1] > 1 else where[2:])
     shown = str(value.item()) if value.dim() == 0 else str(value.tolist())
     count = int(bad.sum())
     raise DataError(
@@ -65,7 +70,7 @@ def raise_at(y: Tensor, bad: Tensor, what: str, *, expected: str, do: str) -> No
 
 
 def flatten_positions(y: Tensor, f: Tensor, positions: Sequence[int] | None) -> Tensor | None:
-    """Targets with one value a position, (B, *positions), as (B, T); None when the shape does not fit.
+    """Targets with one value per position, (B, *positions), as (B, T); None when the shape does not fit.
 
     Without positions, (B, 1) counts as (B,).
     """

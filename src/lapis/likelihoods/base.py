@@ -1,8 +1,7 @@
-"""What every likelihood p(y | f) knows: its negative log, its curvature in f, and how targets are laid out.
+"""The interface of a likelihood p(y | f): negative log density, its gradient and curvature in f, and target checks.
 
 All formulas work on *canonical* outputs f of shape (B, T, C): B examples, T positions (tokens, pixels; 1 when
-there are none), C outputs a position. `canonical` and `layout` go from the network's own layout to that and
-back.
+there are none), C outputs per position. `canonical` converts from the network's own layout, `layout` converts back.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Likelihood(ABC):
         return last.reshape(raw.shape[0], positions, last.shape[-1])
 
     def layout(self, canonical: Tensor, raw_shape: Sequence[int]) -> Tensor:
-        """The inverse of `canonical`: (B, T, K), with any K, laid out as outputs of shape `raw_shape` are."""
+        """The inverse of `canonical`: values (B, T, K), for any K, in the layout of outputs of shape `raw_shape`."""
         if len(raw_shape) == 1 and canonical.shape[-1] == 1:
             return canonical.reshape(-1)
         spread = self.spread(canonical, raw_shape)
@@ -82,10 +81,10 @@ class Likelihood(ABC):
 
     @abstractmethod
     def targets(self, y: Any, f: Tensor, raw_shape: Sequence[int] | None = None) -> Tensor:
-        """Canonical targets for canonical outputs f, after every check; DataError where one fails.
+        """Canonical targets for canonical outputs f, after all checks; DataError if one fails.
 
-        With `raw_shape`, the shape of the network's own output, the positions of y must match one by one;
-        without it only their number can be checked.
+        With `raw_shape`, the shape of the network's own output, every position axis of y must match;
+        without it only the number of positions can be checked.
         """
 
     def check_outputs(self, f: Tensor) -> None:
@@ -114,30 +113,30 @@ class Likelihood(ABC):
 
     @abstractmethod
     def factor(self, f: Tensor, y: Tensor) -> Tensor:
-        """S of shape (B, T, C, R) with S S^T the Hessian (or Fisher information) of nll in f at a position.
+        """S of shape (B, T, C, R): at each position S S^T is the Hessian (or Fisher information) of nll in f.
 
-        The targets only say which positions are ignored, except for `Custom`.
+        The targets only mark ignored positions, except in `Custom`, whose Hessian depends on them.
         """
 
     def curved(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
         """S S^T u for each of k vectors u (k, B, T, C), in u's dtype."""
         s = self.factor(f, y).to(u.dtype)
-        columns = u.permute(1, 2, 3, 0)  # the vectors as columns: S is read once for all
+        columns = u.permute(1, 2, 3, 0)  # (B, T, C, k): one product with S for all k vectors
         return (s @ (s.mT @ columns)).permute(3, 0, 1, 2)
 
     @abstractmethod
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Gradient of nll in f at targets drawn from p(. | f): (B, T, C). Its second moment is S S^T.
 
-        The targets y only say which positions are ignored.
+        The targets y only mark ignored positions.
         """
 
     # -- sums over data ---------------------------------------------------------------------------------
 
     def statistics(self, f: Tensor, y: Tensor) -> Tensor:
-        """Sums over the batch that suffice for `log_likelihood`: a 1-D float64 tensor, no graph.
+        """Sums over the batch that suffice for `log_likelihood`: a 1-D float64 tensor, detached.
 
-        Here sum_n log p(y_n | f_n); likelihoods with parameters of their own keep more.
+        By default sum_n log p(y_n | f_n); likelihoods with parameters of their own override it.
         """
         exact = f.detach().double()
         return -self.nll(exact, y.double() if y.is_floating_point() else y).sum().reshape(1).detach()
@@ -158,7 +157,7 @@ class Likelihood(ABC):
         )
 
     def curvature_scale(self, fitted: Likelihood) -> Tensor | float:
-        """What curvature computed under `fitted` must be multiplied by to hold under this likelihood."""
+        """The factor that converts curvature computed under `fitted` into curvature under this likelihood."""
         self._same_family(fitted)
         return 1.0
 

@@ -1,4 +1,4 @@
-"""Yes or no: one logit, or several independent labels."""
+"""Binary classification by a logistic function: one logit, or several independent labels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Bernoulli(Separable):
     """p(y_c = 1 | f) = sigmoid(f_c), independently for each output (multi-label when C > 1).
 
     Targets are (B, C), (B,) when C = 1, or laid out as the outputs; of any dtype, booleans included, with
-    values in [0, 1] (values between are soft labels: -log p = -y log sigmoid(f) - (1 - y) log sigmoid(-f)).
+    values in [0, 1] (fractions are soft labels: -log p = -y log sigmoid(f) - (1 - y) log sigmoid(-f)).
     """
 
     name: ClassVar[str] = "bernoulli"
@@ -46,7 +46,7 @@ class Bernoulli(Separable):
         return f.sigmoid() - y
 
     def root(self, f: Tensor) -> Tensor:
-        """sqrt(p (1 - p)), through logarithms: 1 - sigmoid(f) rounds to zero from f = 17 in float32."""
+        """sqrt(p (1 - p)), through logarithms: in float32, 1 - sigmoid(f) rounds to zero for f >= 17."""
         return (0.5 * (logsigmoid(f) + logsigmoid(-f))).exp()
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -22,12 +22,11 @@ from lapis.likelihoods._targets import (
 )
 from lapis.likelihoods.base import Kind, Likelihood
 
-# Rows of soft labels may miss a sum of one by this much (half-precision files); they are then normalised.
 SUM_TOLERANCE = 1e-4
-
+"""Sums of soft labels may differ from one by this much (half-precision files); the labels are then normalised."""
 
 LIFT, SMALLEST_SUM = 2.0**60, 1e-100
-"""Chosen so that (root of a sum) / (sum * LIFT) fits into float32 for all sums from the smallest on."""
+"""Scaling in `factor`, chosen so that sqrt(sum) / (sum * LIFT) is representable in float32 for sum >= SMALLEST_SUM."""
 
 
 class Categorical(Likelihood):
@@ -148,7 +147,7 @@ class Categorical(Likelihood):
         if y.is_floating_point():
             return super().statistics(f, y)
         rows, ignored = f.detach().double().flatten(0, 1), -1 if self.ignore_index is None else self.ignore_index
-        return -cross_entropy(rows, y.flatten(), ignore_index=ignored, reduction="sum").reshape(1)  # in one go
+        return -cross_entropy(rows, y.flatten(), ignore_index=ignored, reduction="sum").reshape(1)  # one fused kernel
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """softmax(f) - y."""
@@ -158,18 +157,18 @@ class Categorical(Likelihood):
         return self._masked(p - torch.nn.functional.one_hot(self._safe(y), f.shape[-1]).to(p), y)
 
     def factor(self, f: Tensor, y: Tensor) -> Tensor:
-        """A factor of diag(p) - p p^T, (B, T, C, C - 1): a column fewer than outputs, so a pass fewer back.
+        """A factor of diag(p) - p p^T, (B, T, C, C - 1): one column fewer than outputs saves a backward pass.
 
-        With r_j = p_1 + ... + p_j, the column of j = 2 .. C has d_j = sqrt(p_j r_{j-1} / r_j) at j, and above it
-        -p_i d_j / r_{j-1}. Sums and roots are float64, and what is multiplied is brought to about the same size first:
-        for networks that are nearly sure float32 cannot hold p, but S.
+        With r_j = p_1 + ... + p_j, column j = 2 .. C has d_j = sqrt(p_j r_{j-1} / r_j) in row j and -p_i d_j / r_{j-1}
+        in the rows i above. Sums and roots are float64, and both operands of the product are rescaled by LIFT: for a
+        nearly certain network S is representable in float32, but p is not.
         """
         p = f.softmax(-1, dtype=torch.float64)
         sums = p.cumsum(-1).clamp_(min=torch.finfo(p.dtype).tiny)
         above = sums[..., :-1]
         root = (p[..., 1:] * above / sums[..., 1:]).sqrt()
         wide = torch.promote_types(f.dtype, torch.float32)
-        # column after column in memory: they go back through the network one by one, or as one matrix
+        # columns contiguous in memory: each is the seed of a backward pass
         scale = (root / (LIFT * above.clamp(min=SMALLEST_SUM))).to(wide).movedim(-1, 0).contiguous().unsqueeze(-1)
         s = (LIFT * p).to(wide) * scale
         s.mul_(_above(f.shape[-1], wide, f.device))
@@ -180,8 +179,9 @@ class Categorical(Likelihood):
         return s.masked_fill_(~counts[..., None, None], 0.0)
 
     def curved(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
-        """p (w - p . w) with w = u - u_m for the likeliest class m: a shift of all of u changes nothing, and with this
-        one nothing cancels where a network is nearly sure.
+        """p (w - p . w) with w = u - u_m, where m is the most probable class.
+
+        The product is invariant to a shift of u; this shift avoids cancellation where the network is nearly certain.
         """
         p = f.softmax(-1).to(u.dtype)
         w = u - u.gather(-1, f.argmax(-1, keepdim=True).expand(*u.shape[:-1], 1))
@@ -200,13 +200,13 @@ class Categorical(Likelihood):
         return {**super().to_config(), "ignore_index": self.ignore_index}
 
     def _counts(self, y: Tensor) -> Tensor:
-        """Which positions count."""
+        """Mask of the positions that are not ignored, (B, T)."""
         if self.ignore_index is None:
             return torch.ones_like(y, dtype=torch.bool)
         return y != self.ignore_index
 
     def _safe(self, y: Tensor) -> Tensor:
-        """Indices with a valid class at ignored positions."""
+        """Class indices, with ignored positions replaced by the valid class 0."""
         return torch.where(self._counts(y), y, 0)
 
     def _masked(self, gradient: Tensor, y: Tensor) -> Tensor:
@@ -215,5 +215,5 @@ class Categorical(Likelihood):
 
 @lru_cache(maxsize=8)
 def _above(classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """For the columns 2 .. C, (C - 1, 1, 1, C): -1 above the diagonal, 0 elsewhere."""
+    """For columns 2 .. C of the factor, (C - 1, 1, 1, C): -1 above the diagonal, 0 elsewhere."""
     return -torch.ones(classes - 1, classes, dtype=dtype, device=device).tril()[:, None, None]

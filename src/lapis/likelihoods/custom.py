@@ -12,8 +12,8 @@ from lapis.errors import DataError, LikelihoodError, OptionError
 from lapis.likelihoods._targets import as_tensor, check_finite, describe
 from lapis.likelihoods.base import Kind, Likelihood
 
-# What indexing, reducing or broadcasting raises in a function that was written for the other kind of shape.
 SHAPE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
+"""Raised when a function written for one example is called with a batch, or the reverse."""
 
 
 class Custom(Likelihood):
@@ -21,9 +21,9 @@ class Custom(Likelihood):
 
     Args:
         nll: a function of one example, f of shape (C,) and its target y, that returns a 0-d tensor; or of a
-            batch, f (B, C) and y (B, ...), that returns (B,). Constants matter for the evidence only. Outputs
-            with positions are handed over position by position, and summed.
-        name: what to call it in summaries and files. Files keep the name, never the function.
+            batch, f (B, C) and y (B, ...), that returns (B,). Constants matter for the evidence only. With
+            positions, each position is passed like an example, and the values are summed.
+        name: its name in summaries and files. Files keep the name, never the function.
         channels: see `Likelihood`.
 
     Targets may have any shape that starts with (B, *positions) (or (B, K, *positions) with channels="first").
@@ -51,7 +51,7 @@ class Custom(Likelihood):
         self.label = name
 
     def targets(self, y: Any, f: Tensor, raw_shape: Sequence[int] | None = None) -> Tensor:
-        """Targets (B, T, ...), in f's dtype if floating; checks that the function treats examples alone."""
+        """Targets (B, T, ...), in f's dtype if floating; checks that the function treats examples independently."""
         positions = None if raw_shape is None else self.positions(raw_shape)
         tensor = as_tensor(y, f)
         inner = self._position_dims(tensor, f, positions)
@@ -73,7 +73,7 @@ class Custom(Likelihood):
 
     @staticmethod
     def _position_dims(y: Tensor, f: Tensor, positions: Sequence[int] | None) -> int | None:
-        """How many dimensions of y after the first are positions; None when none fit."""
+        """How many dimensions of y after the first are positions; None when y does not fit."""
         if positions is not None:
             return len(positions) if tuple(y.shape[1 : 1 + len(positions)]) == tuple(positions) else None
         counts = (count for count in range(y.dim()) if y.shape[1 : 1 + count].numel() == f.shape[1])
@@ -103,7 +103,7 @@ class Custom(Likelihood):
         if self._takes_one_example(f, y):
             try:
                 values: Tensor = torch.func.vmap(self.function)(f, y)
-            except RuntimeError:  # vmap refuses control flow that looks at values; a plain loop does not
+            except RuntimeError:  # vmap rejects control flow that depends on values; a plain loop does not
                 values = torch.stack([self.function(row, target) for row, target in zip(f, y, strict=True)])
         else:
             try:
@@ -126,7 +126,7 @@ class Custom(Likelihood):
         return values
 
     def _takes_one_example(self, f: Tensor, y: Tensor) -> bool:
-        """Whether nll(f (C,), y) runs and gives a 0-d tensor; one for batches fails or keeps a dimension."""
+        """Whether nll(f (C,), y) returns a 0-d tensor; a function of batches fails or keeps a dimension."""
         try:
             value = self.function(f[-1], y[-1])
         except SHAPE_ERRORS:
@@ -163,7 +163,7 @@ class Custom(Likelihood):
         return torch.stack(rows, -2)
 
     def factor(self, f: Tensor, y: Tensor) -> Tensor:
-        """S = U sqrt(l) from the Hessian's eigenvectors; LikelihoodError where an eigenvalue is negative."""
+        """S = U sqrt(l) with the Hessian's eigenvectors U and eigenvalues l; LikelihoodError if one is negative."""
         values, vectors = torch.linalg.eigh(self.hessian(f, y).double())
         largest = values.abs().amax(-1, keepdim=True)
         tolerance = max(1e-8, 100 * torch.finfo(f.dtype).eps)
@@ -181,12 +181,12 @@ class Custom(Likelihood):
         )
 
     def curved(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
-        """The Hessian times u, (k, B, T, C); LikelihoodError where it curves down along one."""
-        found = torch.einsum("btcd,kbtd->kbtc", self.hessian(f, y).to(u.dtype), u)
-        along = (u * found).sum(-1)
-        if not bool((along >= -1e-4 * u.norm(dim=-1) * found.norm(dim=-1)).all()):
+        """The Hessian H times u, (k, B, T, C); LikelihoodError if u^T H u is negative for one of the vectors."""
+        products = torch.einsum("btcd,kbtd->kbtc", self.hessian(f, y).to(u.dtype), u)
+        along = (u * products).sum(-1)
+        if not bool((along >= -1e-4 * u.norm(dim=-1) * products.norm(dim=-1)).all()):
             raise self._not_convex(f"a second derivative of {along.min().item():.4g} along a direction")
-        return found
+        return products
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         raise LikelihoodError(

@@ -1,4 +1,4 @@
-"""Regression with noise of one known size, or one size per output."""
+"""Regression with Gaussian noise of a fixed standard deviation, shared by all outputs or one per output."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class Gaussian(Separable):
         return normal_like(f, generator) / self._sigma(f.shape[-1]).to(f)
 
     def statistics(self, f: Tensor, y: Tensor) -> Tensor:
-        """[sse_1 .. sse_C, count_1 .. count_C]: squared errors and numbers of targets, free of the noise."""
+        """[sse_1 .. sse_C, count_1 .. count_C]: sums of squared errors and numbers of targets per output.
+
+        They do not depend on the noise, which can therefore change after the fit.
+        """
         errors = ((y.double() - f.detach().double()) ** 2).sum((0, 1))
         return torch.cat([errors, torch.full_like(errors, f.shape[0] * f.shape[1])])
 
@@ -77,9 +80,9 @@ class Gaussian(Separable):
         return Gaussian(noise, channels=self.channels)
 
     def curvature_scale(self, fitted: Likelihood) -> Tensor | float:
-        """(sigma_fitted / sigma)^2, differentiable in sigma; one number, or the curvature must be refitted.
+        """(sigma_fitted / sigma)^2, differentiable in sigma; LikelihoodError if it is not the same for every output.
 
-        The fitted noise is a constant here: it is already inside the curvature.
+        The fitted noise is a constant here: it is already part of the curvature.
         """
         self._same_family(fitted)
         if fitted.noise is None:
@@ -120,7 +123,7 @@ class Gaussian(Separable):
         return {**super().to_config(), "noise": self.noise.detach().double().tolist()}
 
     def _sigma(self, outputs: int) -> Tensor:
-        """The noise as (C,)."""
+        """The noise expanded to (C,)."""
         if self._noise.dim() == 1 and len(self._noise) != outputs:
             raise LikelihoodError(
                 "The noise does not fit the network's outputs",
@@ -132,7 +135,7 @@ class Gaussian(Separable):
 
 
 def _standard_deviation(noise: float | Tensor) -> Tensor:
-    """A positive standard deviation as a floating tensor, 0-d or 1-D, with its graph."""
+    """A positive standard deviation as a floating tensor, 0-d or 1-D, still attached to its graph."""
     try:
         if isinstance(noise, Tensor):
             sigma = noise if noise.is_floating_point() else noise.double()

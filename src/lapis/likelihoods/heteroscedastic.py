@@ -1,4 +1,4 @@
-"""Regression with noise that the network predicts too."""
+"""Regression with Gaussian noise whose variance the network predicts as well."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class HeteroscedasticGaussian(Separable):
         return torch.cat([-scaled * scale, 0.5 * (1 - scaled**2)], -1)
 
     def root(self, f: Tensor) -> Tensor:
-        """Of the Fisher information: exp(-s / 2) for means, 1 / sqrt 2 for log variances s."""
+        """Square root of the Fisher information: exp(-s / 2) for means, 1 / sqrt 2 for log variances s."""
         scale = (-0.5 * split(f)[1]).exp()
         return torch.cat([scale, torch.full_like(scale, math.sqrt(0.5))], -1)
 

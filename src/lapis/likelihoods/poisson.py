@@ -1,4 +1,4 @@
-"""Counts with a log link."""
+"""Poisson regression of counts with a log link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A torch module as a function of its chosen weights: which, in what order, called how, left as it was found."""
+"""A torch module as a function of its chosen weights: their choice and order, calls, and restoring the module after."""
 
 from lapis.network.choice import Weights
 from lapis.network.network import Network, flat_gradient, split_vector

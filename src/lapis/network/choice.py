@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lapis.errors import ModelError, OptionError
 
 Weights: TypeAlias = "str | Sequence[str] | Callable[[str, Tensor], bool] | Mapping[str, Tensor] | Tensor"
-"""Which weights: "all", "last_layer", name patterns or module names, a function of (name, parameter); or single ones,
-as a mapping from parameter names to masks (of the parameter's shape) or flat indices, or as one mask or index tensor
-over the flat vector of all trainable weights.
+"""The user's choice of weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter).
+Single weights: a mapping from parameter names to masks (of the parameter's shape) or flat indices, or one mask or index
+tensor over the flat vector of all trainable weights.
 """
 
 Choice: TypeAlias = "dict[str, Tensor | None]"
@@ -24,7 +24,7 @@ Choice: TypeAlias = "dict[str, Tensor | None]"
 def choose(
     module: nn.Module, weights: Weights, trainable: Mapping[str, Tensor], last_layer: Callable[[], str]
 ) -> Choice:
-    """The chosen weights; `last_layer` finds the name of the last module that runs (it takes a forward pass)."""
+    """Resolve the user's choice; `last_layer` runs a forward pass, and returns the name of the last module called."""
     if isinstance(weights, Tensor):
         weights = _by_parameter(weights, trainable)
     if isinstance(weights, Mapping):
@@ -61,19 +61,20 @@ def _by_name(module: nn.Module, patterns: Sequence[str], trainable: Mapping[str,
 
 
 def _by_parameter(chosen: Tensor, trainable: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One mask or index tensor over the flat vector of all trainable weights, cut by parameter."""
+    """Flat indices by parameter name, from one mask or index tensor over the flat vector of all trainable weights."""
     total = sum(parameter.numel() for parameter in trainable.values())
     index = _indices("the flat vector of weights", chosen, (total,))
-    found, start = {}, 0
+    indices, start = {}, 0
     for name, parameter in trainable.items():
         own = index[(index >= start) & (index < start + parameter.numel())] - start
         if len(own):
-            found[name] = own
+            indices[name] = own
         start += parameter.numel()
-    return found
+    return indices
 
 
 def _single(chosen: Mapping[str, Tensor], trainable: Mapping[str, Tensor]) -> Choice:
+    """A choice of single weights, from a mask or flat indices for each parameter."""
     unknown = [name for name in chosen if name not in trainable]
     if unknown:
         raise OptionError(
@@ -82,24 +83,24 @@ def _single(chosen: Mapping[str, Tensor], trainable: Mapping[str, Tensor]) -> Ch
             got=", ".join(map(repr, unknown)),
             do="choose among: " + ", ".join(list(trainable)[:12]) + (" ..." if len(trainable) > 12 else ""),
         )
-    found: Choice = {}
+    choice: Choice = {}
     for name, parameter in trainable.items():
         if name in chosen:
             index = _indices(name, chosen[name], tuple(parameter.shape))
             if len(index):
-                found[name] = None if len(index) == parameter.numel() else index.to(parameter.device)
-    if not found:
+                choice[name] = None if len(index) == parameter.numel() else index.to(parameter.device)
+    if not choice:
         raise ModelError(
             "No weights were chosen",
             expected="at least one weight",
             got="an empty index set",
             do="choose some weights",
         )
-    return found
+    return choice
 
 
 def _indices(what: str, chosen: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A mask of that shape, or flat indices, as flat indices in ascending order."""
+    """Flat indices in ascending order, from a mask of `shape` or from flat indices; errors call the weights `what`."""
     size = int(torch.Size(shape).numel())
     if not isinstance(chosen, Tensor) or chosen.is_floating_point() or chosen.is_complex():
         raise OptionError(
@@ -130,12 +131,12 @@ def _indices(what: str, chosen: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """A glob pattern over the parameter's name, or the name of a module that contains it."""
+    """Whether `pattern` is a glob that matches the parameter's name, or the name of a module that contains it."""
     return fnmatchcase(name, pattern) or name.startswith(pattern + ".")
 
 
 def _patterns(weights: Any) -> list[str]:
-    """Name patterns in a list, or an error that says what else is possible."""
+    """Name patterns as a list; OptionError if `weights` are of no known form."""
     listed = [weights] if isinstance(weights, str) else weights
     if not isinstance(listed, Sequence) or not all(isinstance(pattern, str) for pattern in listed):
         raise OptionError(

@@ -1,7 +1,7 @@
-"""A torch module as a function of its chosen weights: how they lie in a flat vector, and how to call it.
+"""A torch module as a function of its chosen weights: their layout in a flat vector, and calls of the module.
 
-Flat vectors order the chosen weights as `module.named_parameters()` does; a tied parameter occurs once. Of a parameter
-that is chosen in part, the chosen entries follow each other in their own order.
+Flat vectors order the chosen weights as `module.named_parameters()` does; a tied parameter occurs once. A parameter
+that is chosen in part contributes its chosen entries only, in ascending order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lapis.network.untouched import IgnoredTensorHooks, evaluating, keep_freed_m
 from lapis.proofs import Proofs
 
 CALL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
-"""What modules raise when they are given inputs that they were not made for."""
+"""Raised by modules on inputs that they were not made for."""
 
 
 class Network:
@@ -38,16 +38,16 @@ class Network:
             )
         self.module = module
         self.example = example
-        """A few inputs, for questions that only a forward pass answers."""
+        """A few inputs, for properties that only a forward pass reveals."""
         self.signature: str | None = None
-        """Shapes and dtypes of inputs that are known to work, for messages."""
+        """Shapes and dtypes of inputs that are known to work, for error messages."""
         self.proofs = Proofs()
-        """Which shortcuts agree with the plain computation on this network."""
+        """Records which shortcuts agree with the plain computation on this network."""
         self._registers_hooks: bool | None = None
-        """Whether forward passes register hooks on tensors; unknown before the first one with gradients."""
+        """Whether forward passes register hooks on tensors; None before the first pass with gradients."""
         self._prepared = False
         self._known: tuple[list[tuple[int, int]], str] | None = None
-        """The last fingerprint, and torch's counts of writes to each tensor when it was taken."""
+        """The last fingerprint, preceded by each tensor's id and version counter when it was computed."""
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         lazy = [name for name, p in trainable.items() if torch.nn.parameter.is_lazy(p)]
         if lazy:
@@ -74,9 +74,9 @@ class Network:
         self.sizes: dict[str, int] = {
             name: len(self.indices[name]) if name in self.indices else p.numel() for name, p in self.parameters.items()
         }
-        """Chosen entries of each parameter."""
+        """Number of chosen entries of each parameter."""
         self.offsets: dict[str, int] = {}
-        """Where each parameter's entries begin in the flat vector."""
+        """Index in the flat vector of each parameter's first chosen entry."""
         self.size = 0
         for name, size in self.sizes.items():
             self.offsets[name] = self.size
@@ -96,7 +96,7 @@ class Network:
     # which weights ---------------------------------------------------------------------------------
 
     def _last_layer(self, example: Inputs | None) -> str:
-        """Name of the last module entered that owns parameters."""
+        """Name of the module with parameters of its own that a forward pass enters last."""
         if example is None:
             raise OptionError(
                 "Finding the last layer takes a forward pass",
@@ -128,11 +128,11 @@ class Network:
     # flat vectors ----------------------------------------------------------------------------------
 
     def span(self, name: str) -> slice:
-        """Where a parameter's chosen entries lie in the flat vector."""
+        """Slice of a parameter's chosen entries in the flat vector."""
         return slice(self.offsets[name], self.offsets[name] + self.sizes[name])
 
     def pick(self, name: str, entries: Tensor) -> Tensor:
-        """The chosen ones, (..., n), of all entries (..., numel) of a parameter."""
+        """The chosen entries (..., n) of a parameter, from all of its entries (..., numel)."""
         return entries[..., self.indices[name]] if name in self.indices else entries
 
     def flat(self) -> Tensor:
@@ -140,7 +140,7 @@ class Network:
         return torch.cat([self.pick(name, p.detach().reshape(-1)) for name, p in self.parameters.items()])
 
     def gather(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """One tensor for each parameter, such as autograd's gradients, as a vector (P,) over the chosen weights."""
+        """A vector (P,) over the chosen weights from one tensor per parameter, such as autograd's gradients."""
         whole = flat_gradient(tensors, list(self.parameters.values()))
         if not self.indices:
             return whole
@@ -148,13 +148,13 @@ class Network:
         return torch.cat([self.pick(name, part) for name, part in zip(self.names, parts, strict=True)])
 
     def equals(self, vector: Tensor) -> bool:
-        """Whether these, (P,), are the chosen weights as they are now."""
+        """Whether `vector` (P,) equals the module's current chosen weights."""
         parts = torch.split(vector, list(self.sizes.values()))
         pairs = zip(self.parameters.items(), parts, strict=True)
         return all(torch.equal(self.pick(name, p.detach().reshape(-1)), part) for (name, p), part in pairs)
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """A vector (P,) as a dictionary of whole parameters; entries that are not chosen are as the module has them."""
+        """A vector (P,) as a dictionary of whole parameters; entries that are not chosen are the module's own."""
         if not self.indices:
             return split_vector(vector, self.shapes)
         return {
@@ -164,14 +164,14 @@ class Network:
 
     def tangents(self, vector: Tensor) -> dict[str, Tensor]:
         """A direction (P,), or a stack of them (k, P), by parameter; zero at entries that are not chosen."""
-        found = {}
+        tangents = {}
         for name, part in self._split(vector):
             if name in self.indices:
                 zeros = part.new_zeros(*part.shape[:-1], self.parameters[name].numel())
-                found[name] = self._filled(name, part, zeros)
+                tangents[name] = self._filled(name, part, zeros)
             else:
-                found[name] = part.reshape((*part.shape[:-1], *self.shapes[name]))
-        return found
+                tangents[name] = part.reshape((*part.shape[:-1], *self.shapes[name]))
+        return tangents
 
     def _split(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
         if vector.shape[-1:] != (self.size,):
@@ -184,7 +184,7 @@ class Network:
         return zip(self.names, torch.split(vector, list(self.sizes.values()), -1), strict=True)
 
     def _filled(self, name: str, part: Tensor, background: Tensor) -> Tensor:
-        """Chosen entries (..., n) of a parameter put into a flat background (..., numel), as a whole tensor."""
+        """A whole parameter: its chosen entries (..., n) scattered into a flat background (..., numel)."""
         if name in self.indices:
             index = self.indices[name].expand(part.shape)
             part = background.expand(*part.shape[:-1], -1).scatter(-1, index, part)
@@ -193,7 +193,7 @@ class Network:
     # calling ---------------------------------------------------------------------------------------
 
     def call(self, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The output tensor for `inputs`, with some parameters replaced."""
+        """The output tensor for `inputs`, with `parameters` in place of the module's own."""
         args, kwargs = _arguments(inputs)
         try:
             with self._ignoring_hooks():
@@ -222,9 +222,9 @@ class Network:
 
     @contextmanager
     def _ignoring_hooks(self) -> Iterator[None]:
-        """Inside `prepared`, hooks that a forward pass registers on its tensors are ignored.
+        """Inside `prepared`, ignore hooks that a forward pass registers on its tensors.
 
-        Listening to every function costs microseconds, so networks whose first pass registers none are not listened to.
+        Intercepting every function call costs microseconds, so it stops if the first pass registers no hook.
         """
         if not self._prepared or self._registers_hooks is False or not torch.is_grad_enabled():
             yield
@@ -234,41 +234,41 @@ class Network:
         self._registers_hooks = self._registers_hooks or hooks.used
 
     def traced(self, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None) -> tuple[Tensor, list[int]]:
-        """The output with its graph, and the bytes of each tensor that the graph holds beside the weights."""
+        """The output with its graph, and the bytes of each tensor that the graph saves besides the weights."""
         weights = [*self.module.parameters(), *(parameters or {}).values()]
-        own = {weight.untyped_storage().data_ptr() for weight in weights}
-        held: dict[int, int] = {}
+        weight_storages = {weight.untyped_storage().data_ptr() for weight in weights}
+        saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
-            if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in own:
-                held[tensor.data_ptr()] = tensor.nbytes  # not the storage's: an example is a view of its batch
+            if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in weight_storages:
+                saved[tensor.data_ptr()] = tensor.nbytes  # not its storage's bytes: an example is a view of its batch
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             output = self.call(inputs, parameters)
-        return output, list(held.values())
+        return output, list(saved.values())
 
     @contextmanager
     def replaced(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """The module with other tensors in its parameters' places, wherever it holds them, for any number of calls."""
+        """Replace parameters by other tensors in every submodule that holds them, until the context ends."""
         new = {id(self.parameters[name]): tensor for name, tensor in parameters.items()}
-        places: list[tuple[dict[str, Any], str, Tensor]] = [
+        owners: list[tuple[dict[str, Any], str, Tensor]] = [
             (module._parameters, name, parameter)
             for module in self.module.modules()
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in new
         ]
         try:
-            for held, name, parameter in places:
-                held[name] = new[id(parameter)]
+            for registry, name, parameter in owners:
+                registry[name] = new[id(parameter)]
             yield
         finally:
-            for held, name, parameter in places:
-                held[name] = parameter
+            for registry, name, parameter in owners:
+                registry[name] = parameter
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Evaluation mode, gradients for the chosen weights only, no hooks on gradients; all is put back at the end."""
+        """Evaluation mode, gradients for the chosen weights only, no hooks on gradients; restored at the end."""
         if self._prepared:
             with torch.enable_grad():
                 yield
@@ -300,7 +300,7 @@ class Network:
     # checks ----------------------------------------------------------------------------------------
 
     def check_finite(self) -> None:
-        """Refuse NaN and infinity in any parameter or buffer, by name."""
+        """Raise ModelError on NaN or infinity in a parameter or buffer, with its name."""
         for name, tensor in self._state():
             if not all_finite(tensor):
                 raise ModelError(
@@ -311,11 +311,11 @@ class Network:
                 )
 
     def holds(self, fingerprint: str) -> bool:
-        """Whether every parameter and buffer is as in the fingerprint; taken anew only after one was written to."""
+        """Whether the module has this fingerprint; recomputed only if a tensor's version counter has changed."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        writes = [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
-        if self._known is None or self._known[0] != writes:
-            self._known = (writes, self.fingerprint())
+        versions = [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
+        if self._known is None or self._known[0] != versions:
+            self._known = (versions, self.fingerprint())
         return self._known[1] == fingerprint
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
@@ -327,19 +327,19 @@ class Network:
 
     def fingerprint(self) -> str:
         """A digest of every parameter and buffer: names, shapes, values."""
-        digest = hashlib.sha256()  # the fastest here: processors have instructions for it
+        digest = hashlib.sha256()  # the fastest choice: processors have instructions for it
         for name, tensor in self._state():
             _add_to_digest(digest, name, tensor)
         return digest.hexdigest()[:32]
 
     def digests(self) -> dict[str, str]:
-        """A short digest of each parameter and buffer, to tell which one has changed."""
-        found = {}
+        """A short digest of each parameter and buffer, so that errors can name the one that changed."""
+        digests = {}
         for name, tensor in self._state():
             digest = hashlib.sha256()
             _add_to_digest(digest, name, tensor)
-            found[name] = digest.hexdigest()[:8]
-        return found
+            digests[name] = digest.hexdigest()[:8]
+        return digests
 
 
 def _add_to_digest(digest: Any, name: str, tensor: Tensor) -> None:
@@ -348,7 +348,7 @@ def _add_to_digest(digest: Any, name: str, tensor: Tensor) -> None:
 
 
 def flat_gradient(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    """What autograd returns for parameters as one vector: unused ones are zero, sparse ones are filled."""
+    """Autograd's gradients of `parameters` as one vector: zero for unused parameters, dense for sparse gradients."""
     parts = [
         torch.zeros_like(p) if g is None else g.to_dense() if g.layout == torch.sparse_coo else g
         for g, p in zip(gradients, parameters, strict=True)
@@ -382,6 +382,7 @@ def _is_parametrised(module: nn.Module) -> bool:
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the module."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):

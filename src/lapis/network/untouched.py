@@ -1,8 +1,8 @@
-"""Leaving a module as it was found: modes, buffers, rewritten weights, flags and hooks.
+"""Context managers that restore a module after use: modes, buffers, weights that layers rewrite, and hooks.
 
-A posterior is about the function that a network computes, and its Jacobian. Hooks on gradients change what autograd
-returns, not the function; so while Lapis works they are set aside: those of parameters and of modules' backward passes,
-and those that a forward pass registers on its own tensors.
+A posterior concerns the function that a network computes, and its Jacobian. Hooks on gradients change autograd's result
+but not the function, so Lapis disables them while it works: those of parameters and of modules' backward passes, and
+those that a forward pass registers on its own tensors.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 LARGEST_KEPT = 2**25 - 2**16
-"""Just below the largest block that glibc's malloc adapts to (32 MiB)."""
+"""Just below the upper limit of glibc's dynamic mmap threshold (32 MiB)."""
 
 
 @cache
 def keep_freed_memory() -> None:
-    """Ask the allocator for one large block, and give it back untouched.
+    """Allocate one large block and free it untouched, so that glibc keeps freed memory for reuse.
 
-    glibc hands freed memory back to the system, to fault it in anew for the next intermediate result, up to a size that
-    adapts to the largest block freed so far: up to a third of a network's time. Other allocators do not mind.
+    glibc returns freed blocks above a threshold to the system, and the page faults of the next intermediate result cost
+    up to a third of a network's time. The threshold grows to the largest block freed so far. Harmless elsewhere.
     """
     torch.empty(LARGEST_KEPT, dtype=torch.uint8)
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for all submodules; modes, buffers, and weights that layers rewrite come back as they were."""
+    """Evaluation mode for all submodules; restores modes, buffers, and weights that layers rewrite."""
     submodules = list(module.modules())
     modes = [(submodule, submodule.training) for submodule in submodules]
     buffers = [
@@ -43,10 +43,10 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         for name, buffer in submodule._buffers.items()
         if buffer is not None
     ]
-    rewritten = [  # embeddings with max_norm shorten their rows whenever these are looked up
+    rewritten = [  # embeddings with max_norm renormalise their rows in place at every lookup
         (parameter, parameter.detach().clone())
         for submodule in submodules
-        # not by getattr, which is slow where a module has no such attribute
+        # vars, not getattr, which is slow where a module has no such attribute
         if vars(submodule).get("max_norm", getattr(type(submodule), "max_norm", None)) is not None
         for parameter in submodule.parameters(recurse=False)
     ]
@@ -60,7 +60,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
                 submodule.training = training
         with torch.no_grad():
             for submodule, name, buffer, saved in buffers:
-                submodule._buffers[name] = buffer  # a forward pass may also have put another in its place
+                submodule._buffers[name] = buffer  # a forward pass may also have assigned another tensor
                 if not torch.equal(buffer, saved):
                     buffer.copy_(saved)
             for parameter, saved in rewritten:
@@ -69,7 +69,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
-    """Hooks on the gradients of parameters, and on modules' backward passes, set aside and put back."""
+    """Disable hooks on the gradients of parameters and on modules' backward passes; restored at the end."""
     parameters = [(p, p._backward_hooks) for p in module.parameters() if p._backward_hooks]
     modules = [
         (held, dict(held))
@@ -91,9 +91,10 @@ def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
 
 
 class IgnoredTensorHooks(TorchFunctionMode):
-    """While it is entered, `tensor.register_hook` does nothing; `used` says whether it was called."""
+    """While active, `tensor.register_hook` does nothing."""
 
     used = False
+    """Whether it was called."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Which weights are scale-free because a normalisation follows: traced through the network, confirmed by rescaling."""
+"""Finds weights whose scale does not affect the outputs because a normalisation follows: by tracing, and rescaling."""
 
 from lapis.normalised.groups import find_normalised, normalised_groups
 

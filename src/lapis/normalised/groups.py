@@ -1,8 +1,8 @@
-"""Which weights are scale-free because a normalisation follows: traced, then rescaled while the outputs are watched.
+"""Prior groups for weights that are scale-free because a normalisation follows: traced, then confirmed by rescaling.
 
-The scale of such weights means nothing, so a prior precision that they share with others has no meaning either: each
-gets its own. Batch, layer, group, instance and RMS norm count, and so do weight standardisation, the direction in
-weight norm, and norms written by hand.
+The scale of such weights does not affect the function, so a prior precision shared with other weights would be
+arbitrary: each scale-free layer gets its own. Recognised are batch, layer, group, instance and RMS norm, weight
+standardisation, the direction in weight norm, and hand-written norms.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lapis.network import Network, Weights, evaluating
 from lapis.normalised.trace import ZERO, Broken, Degree, Trace
 
 SCALES = (0.5, 3.0)
-"""Factors that the weights are multiplied by."""
+"""Factors by which candidate weights are rescaled."""
 
 INVARIANT = 0.05
-"""Rescaling may move the outputs by this share of what a random change of the same size does. Not zero: the epsilon
-inside norm layers weighs in when activations are small."""
+"""Largest change of the outputs under rescaling, relative to that under a random change of the same size, that counts
+as invariance. Not zero, because the epsilon inside norm layers matters when activations are small."""
 
 OTHERS = "others"
 
@@ -33,12 +33,12 @@ OTHERS = "others"
 def normalised_groups(model: nn.Module, x: Inputs, weights: Weights = "all") -> dict[str, list[str]]:
     """Parameter names by prior group: one group for each scale-free layer or parameter, and one for all others.
 
-    A forward pass is traced for weights that the outputs have degree 0 in (see `Trace`), and each is confirmed by
-    rescaling. Where the trace meets an operation that it does not know, rescaling alone decides, and where rescaling
-    does not confirm it the weights stay with the others; both come with a LapisWarning.
+    A traced forward pass finds the weights in which the outputs have degree 0 (see `Trace`); rescaling confirms each.
+    Where the trace meets an unknown operation, rescaling alone decides; where rescaling contradicts the trace, the
+    weights stay with the others. Both cases issue a LapisWarning.
 
-    For `lapis.Prior(groups=...)` and `posterior.tune(groups=...)`; there, `groups="normalised"` does the same on the
-    first examples of the fit. Batch norm runs on the statistics of `x` meanwhile: pass a handful of examples.
+    Pass the result to `lapis.Prior(groups=...)` or `posterior.tune(groups=...)`; there, `groups="normalised"` does the
+    same on the first examples of the fit. Batch norm uses the statistics of `x` here: pass a handful of examples.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
     >>> normalised_groups(model, torch.randn(16, 2))
@@ -50,7 +50,7 @@ def normalised_groups(model: nn.Module, x: Inputs, weights: Weights = "all") -> 
 
 
 def find_normalised(network: Network, inputs: Inputs | None) -> dict[str, list[str]]:
-    """See `normalised_groups`; the labels are layers' names, or parameters' where one alone is scale-free."""
+    """See `normalised_groups`. A group is named after its layer, or its parameter where only one is scale-free."""
     if inputs is None:
         raise OptionError(
             "Finding normalised weights needs example inputs",
@@ -64,7 +64,7 @@ def find_normalised(network: Network, inputs: Inputs | None) -> dict[str, list[s
     groups: dict[str, list[str]] = {}
     with evaluating(network.module), torch.no_grad():
         probe = _Probe(network, inputs)
-        # a parameter alone: its bias may stand behind the norm (weight standardisation), or it is a direction only
+        # single parameters: a layer's bias may follow the norm (weight standardisation, weight norm's direction)
         alone = {
             layer: [[name] for name in names if len(names) > 1 and len(network.shapes[name]) > 1]
             for layer, names in layers.items()
@@ -86,7 +86,7 @@ def find_normalised(network: Network, inputs: Inputs | None) -> dict[str, list[s
 
 
 class _Candidate:
-    """Weights that may be scale-free together: what the trace says, and, when asked, what rescaling says."""
+    """Weights that may be scale-free together: their traced degree and, computed on demand, rescaling's sensitivity."""
 
     def __init__(self, label: str, names: list[str], degree: Degree, probe: _Probe) -> None:
         self.label, self.names, self.degree, self.probe = label, names, degree, probe
@@ -98,12 +98,15 @@ class _Candidate:
         return self.probe.sensitivity(self.names)
 
     def far_worse_than(self, parts: Sequence[_Candidate]) -> bool:
-        """For what the trace could not follow: a small bias behind the norm makes the whole nearly scale-free."""
+        """Whether a single parameter is much closer to scale-free than this layer, where the trace could not decide.
+
+        Needed because a small bias after the norm leaves the whole layer nearly scale-free.
+        """
         best = min((part.sensitivity for part in parts if part.unknown), default=float("inf"))
         return not self.unknown or self.sensitivity > 10 * best + 1e-3
 
     def accepted(self) -> bool:
-        """Whether the weights get a precision of their own; a warning where trace and numbers do not both say so."""
+        """Whether the weights get a precision of their own; warns where trace and rescaling do not agree."""
         if not (self.free or self.unknown) or self.sensitivity == float("inf"):
             return False
         invariant = self.sensitivity <= INVARIANT
@@ -127,10 +130,10 @@ def _warn(what: str) -> None:
 
 
 class _Probe:
-    """Compares outputs under changed weights with those under the weights as they are.
+    """Compares outputs under changed weights with those under the current weights.
 
-    Rescaling is judged with batch norm on the batch's own statistics, as in training: running ones keep the old scale.
-    Other changes are judged in evaluation mode, where a batch norm does not swallow a bias or the slope of one input.
+    Rescaled weights run with batch norm in training mode, on the batch's statistics: running statistics would keep the
+    old scale. Random changes run in evaluation mode, where batch norm does not cancel a bias or the slope of one input.
     """
 
     def __init__(self, network: Network, inputs: Inputs) -> None:
@@ -160,9 +163,9 @@ class _Probe:
         return moved if moved == moved else float("inf")
 
     def sensitivity(self, names: Iterable[str]) -> float:
-        """Change of the outputs when all of `names` are multiplied by a factor, over that of a random change as large.
+        """Change of the outputs when `names` are rescaled, relative to that under a random change of the same size.
 
-        Infinite for weights that do not matter at all.
+        The largest over SCALES; infinite for weights that do not affect the outputs.
         """
         chosen = {name: self.weights[name] for name in names}
         worst = 0.0
@@ -175,6 +178,7 @@ class _Probe:
         return worst
 
     def _nudged(self, value: Tensor, share: float) -> Tensor:
+        """`value` plus random noise of `share` times its norm."""
         noise: Tensor = torch.randn(value.shape, generator=self.generator, dtype=torch.float64).to(value)
         size = float(value.norm() / noise.norm().clamp(min=1e-30))
         return value + share * size * noise

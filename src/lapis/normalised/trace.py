@@ -1,8 +1,8 @@
-"""How outputs scale with weights: degrees of homogeneity, followed through every operation of one forward pass.
+"""Degrees of homogeneity of tensors in the weights, propagated through every operation of one forward pass.
 
 A tensor has degree d in a set of weights when multiplying these by k > 0 multiplies it by k^d. Products add degrees,
 sums need equal ones, relu, pooling and views keep them, roots and powers multiply them, and a norm sets them to 0.
-Weights in which the output has degree 0 are scale-free; that holds for all k, up to the epsilon in norms.
+Weights in which the output has degree 0 are scale-free, for every k, up to the epsilon in norms.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 EPSILON = 1e-2
-"""A constant added counts as a norm's epsilon when it is at most this share of the numbers it is added to."""
+"""An added constant counts as a norm's epsilon when it is at most this fraction of the numbers it is added to."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """No degree: what stands in its way, and whether that is known not to be homogeneous or merely unknown here."""
+    """The tensor has no degree."""
 
     why: str
+    """The operation that broke homogeneity."""
     known: bool
+    """True if that operation is known not to be homogeneous, False if it is merely not in this module's tables."""
 
 
 Degree = Fraction | Broken
 Degrees = dict[int, Degree]
-"""By set of weights; sets that are missing have degree 0: most tensors depend on few."""
+"""Degree by index of the set of weights; missing sets have degree 0, as most tensors depend on few sets."""
 
 ZERO = Fraction(0)
 
@@ -37,6 +39,8 @@ ZERO = Fraction(0)
 def _set(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
+
+# Operations of torch's aten library by what they do to degrees.
 
 KEEP = _set(
     """view _unsafe_view _reshape_alias t transpose permute expand repeat squeeze unsqueeze slice select clone detach
@@ -54,20 +58,20 @@ NORMS = {
     "_native_batch_norm_legit_no_training": (1, 2), "cudnn_batch_norm": (1, 2), "native_group_norm": (1, 2),
     "native_layer_norm": (2, 3), "_fused_rms_norm": (2, None),
 }  # fmt: skip
-"""Where a norm's weight and bias stand among its arguments."""
+"""Argument indices of a norm's weight and bias."""
 CURVED = _set(
     """tanh sigmoid gelu silu exp log log1p expm1 softplus elu selu celu mish erf sin cos _softmax _log_softmax hardtanh
     hardswish hardsigmoid log_sigmoid_forward logsumexp"""
 )
-"""Functions that have a degree only where their argument has degree 0."""
+"""Functions that are not homogeneous: their result has a degree only if their argument has degree 0."""
 MADE = _set(
     "zeros_like ones_like full_like empty_like new_zeros new_ones new_full argmax argmin eq ne gt ge lt le sign"
 )
-"""Results that no scale k > 0 reaches."""
+"""Functions whose result does not change with a scale k > 0 of their arguments."""
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows degrees while it is active; ask `of` afterwards.
+    """Records degrees while it is active; read them with `of` afterwards.
 
     Args:
         sets: tensors that are scaled together. A tensor may be in several sets.
@@ -75,15 +79,17 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, sets: Sequence[Iterable[Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.held: dict[int, tuple[Tensor, Degrees]] = {}  # the tensor too: an id lives as long as its object
+        # by id; the tensor is stored too, since an id is unique only while its object is alive
+        self.held: dict[int, tuple[Tensor, Degrees]] = {}
         for index, tensors in enumerate(sets):
             for tensor in tensors:
                 _, degrees = self.held.setdefault(id(tensor), (tensor, {}))
                 degrees[index] = Fraction(1)
 
     def of(self, tensor: Tensor) -> Degrees:
-        found = self.held.get(id(tensor))
-        return {} if found is None else found[1]
+        """Degrees of a tensor that took part in the pass."""
+        entry = self.held.get(id(tensor))
+        return {} if entry is None else entry[1]
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -96,21 +102,23 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         degrees = {index: self._degree(name, args, index) for index in touched}
         for position, tensor in enumerate(_tensors([result])):
-            mine = degrees
+            own = degrees
             if name == "var" or (name == "var_mean" and position == 0):
-                mine = {i: d if isinstance(d, Broken) else 2 * d for i, d in degrees.items()}
-            self.held[id(tensor)] = (tensor, {i: d for i, d in mine.items() if d != 0 or isinstance(d, Broken)})
+                own = {i: d if isinstance(d, Broken) else 2 * d for i, d in degrees.items()}
+            self.held[id(tensor)] = (tensor, {i: d for i, d in own.items() if d != 0 or isinstance(d, Broken)})
         return result
 
     def _degree(self, name: str, args: Sequence[Any], index: int) -> Degree:
+        """The degree, in weight set `index`, of the result of operation `name`."""
+
         def degree(value: Any) -> Degree:
             return self.of(value).get(index, ZERO) if isinstance(value, Tensor) else ZERO
 
         present = [degree(tensor) for tensor in _tensors(args)]
-        for found in present:
-            if isinstance(found, Broken):
-                return found
-        if all(found == 0 for found in present) or name in MADE:
+        for one in present:
+            if isinstance(one, Broken):
+                return one
+        if all(one == 0 for one in present) or name in MADE:
             return ZERO
         if name in KEEP or name in ("var", "var_mean"):
             return degree(next(iter(_tensors(args))))
@@ -143,6 +151,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Broken(name, name in CURVED)
 
     def _sum(self, terms: Sequence[Any], index: int) -> Degree:
+        """The common degree of the terms; constants small enough to be an epsilon are left out."""
         tensors = [term for term in terms if isinstance(term, Tensor)]
         found = [self.of(tensor).get(index, ZERO) for tensor in tensors]
         size = min((float(t.detach().abs().double().mean()) for t in tensors if t.is_floating_point()), default=0.0)
@@ -151,7 +160,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _terms(args: Sequence[Any]) -> list[Any]:
-    """What a sum sums: the entries of a list (cat, stack), or its first two arguments."""
+    """The terms of a sum: the entries of a list (cat, stack), or the first two arguments."""
     return list(args[0]) if isinstance(args[0], (list, tuple)) else list(args[:2])
 
 

@@ -1,6 +1,6 @@
 """Figures: small functions that draw on axes you pass, and a restrained style to draw them in.
 
-Nothing here opens a window or chooses a backend: make a `matplotlib.figure.Figure` inside `style()`, pass its
+Nothing here opens a window or chooses a backend: create a `matplotlib.figure.Figure` inside `style()`, pass its
 axes, and save it inside the same context.
 """
 

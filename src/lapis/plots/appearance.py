@@ -56,7 +56,7 @@ SETTINGS: dict[Any, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw in Lapis' style inside this context; the settings before it come back afterwards.
+    """Draw in Lapis' style inside this context; the previous settings are restored afterwards.
 
     >>> from matplotlib.figure import Figure
     >>> with style():

@@ -1,4 +1,4 @@
-"""Does a stated probability of 0.8 mean right four times out of five?"""
+"""Reliability diagrams: is a prediction with confidence 0.8 right four times out of five?"""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lapis.plots.appearance import GREY
 def reliability_diagram(axes: Axes, probs: Mapping[str, Tensor], targets: Tensor, *, bins: int = 10) -> None:
     """Accuracy against confidence of the predicted class for each named (B, C) prediction of the same (B,) targets.
 
-    Bins hold about equally many examples, so that every point means as much as any other; its bar is one binomial
-    standard error sqrt(a (1 - a) / n) of the accuracy a. Below the diagonal is overconfident. The legend gives the ECE
-    over 15 bins of equal width, as tables do.
+    Bins hold about equally many examples, so that all points are equally reliable; error bars are one binomial standard
+    error sqrt(a (1 - a) / n) of the accuracy a. Points below the diagonal are overconfident. The legend gives the ECE
+    over 15 bins of equal width, the default of `lapis.metrics.ece`.
     """
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     smallest = 1.0

@@ -1,4 +1,4 @@
-"""Is the network less sure of what it has never seen?"""
+"""Histograms of predictive entropy: is the network less certain about out-of-distribution examples?"""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def entropy_histogram(
 ) -> None:
     """Two normalised histograms of predictive entropy on one axis, for examples like the training data and others.
 
-    `limit` is the largest entropy there is, log C for C classes; by default the largest one seen.
+    `limit` is the largest possible entropy, log C for C classes; by default the largest in the data.
     """
     top = limit if limit is not None else float(torch.cat([inside.flatten(), outside.flatten()]).max())
     edges = torch.linspace(0, max(top, 1e-12), bins + 1).tolist()
     for values, colour, label in ((inside, GREY, labels[0]), (outside, PURPLE, labels[1])):
-        shares = values.detach().cpu().flatten().double()
-        # A share of the examples per bin, not a density: the axis can be read without knowing the bin's width.
-        weights = torch.full_like(shares, 1 / len(shares)).numpy()
-        clipped = shares.clamp(0, edges[-1]).numpy()
+        flat = values.detach().cpu().flatten().double()
+        # The share of examples per bin, not a density, can be read without knowing the bin's width.
+        weights = torch.full_like(flat, 1 / len(flat)).numpy()
+        clipped = flat.clamp(0, edges[-1]).numpy()
         axes.hist(clipped, edges, weights=weights, color=colour, alpha=0.25, zorder=1)
         axes.hist(clipped, edges, weights=weights, histtype="step", color=colour, linewidth=1.3, label=label, zorder=2)
     axes.set(xlim=(0, edges[-1]), xlabel="predictive entropy (nats)", ylabel="share of examples")

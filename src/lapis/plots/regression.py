@@ -1,4 +1,4 @@
-"""A regression in one dimension, with what is unknown about the function set apart from what is noise."""
+"""Plot of a one-dimensional regression, with separate bands for epistemic uncertainty and noise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def regression_band(
     level: float = 0.95,
     colour: str = BLUE,
 ) -> None:
-    """Mean, the epistemic band (dark) inside the total band (light), and the data; x and all others (B,) or (B, 1).
+    """Mean, the epistemic band (dark) inside the total band (light), and the data. All tensors are (B,) or (B, 1).
 
     Bands are mean +- z sqrt(variance) with z = sqrt(2) erfinv(level). Points may come in any order.
 
@@ -40,19 +40,19 @@ def regression_band(
             do="pick one output: prediction.mean[:, 0], and so on",
         )
     order = columns[0].argsort()
-    place, centre, epistemic, total = (column[order] for column in columns)
+    inputs, centre, epistemic, total = (column[order] for column in columns)
     z = 2**0.5 * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
     for spread, alpha, label in ((total, 0.14, "with noise"), (epistemic, 0.30, "of the function")):
         width = z * spread.sqrt()
         band = ((centre - width).numpy(), (centre + width).numpy())
         name = f"{100 * level:g} % {label}"
-        axes.fill_between(place.numpy(), *band, color=colour, alpha=alpha, linewidth=0, label=name, zorder=1)
-    axes.plot(place.numpy(), centre.numpy(), color=colour, label="mean", zorder=3)
+        axes.fill_between(inputs.numpy(), *band, color=colour, alpha=alpha, linewidth=0, label=name, zorder=1)
+    axes.plot(inputs.numpy(), centre.numpy(), color=colour, label="mean", zorder=3)
     if data is not None:
-        inputs, targets = (_flat(value).numpy() for value in data)
-        axes.scatter(inputs, targets, s=9, color=INK, edgecolor="white", linewidth=0.4, label="data", zorder=4)
+        observed, targets = (_flat(value).numpy() for value in data)
+        axes.scatter(observed, targets, s=9, color=INK, edgecolor="white", linewidth=0.4, label="data", zorder=4)
     axes.axhline(0, color=GREY, linewidth=0.4, zorder=0)
-    axes.set(xlabel="x", ylabel="y", xlim=(float(place[0]), float(place[-1])))
+    axes.set(xlabel="x", ylabel="y", xlim=(float(inputs[0]), float(inputs[-1])))
     axes.legend(loc="best")
 
 

@@ -1,4 +1,4 @@
-"""Posteriors over a network's functions: the contract, and every method that keeps it."""
+"""Posteriors over a network's functions: the interface `Posterior`, and the classes that implement it."""
 
 from lapis.posteriors.laplace.drawn import DrawnPosterior
 from lapis.posteriors.laplace.implicit import ImplicitPosterior

@@ -1,4 +1,4 @@
-"""Posteriors over weights: draws, predictions by drawn networks, and for Gaussian ones the linearised network."""
+"""Base classes of posteriors over weights: predictions by drawn networks, and by the linearised network."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lapis.posteriors.predicting.sampled import drawn_outputs
 from lapis.predictions import Latent, LatentGaussian
 
 FULL_COVARIANCE = 32
-"""Up to this many outputs, predictions hold the full covariance between outputs unless told otherwise."""
+"""Up to this many outputs, predictions hold the full covariance between outputs by default."""
 
 DRAWN_NETWORKS = 20
-"""Networks of a sampled prediction, when their number is not given."""
+"""Default number of networks drawn for a sampled prediction."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -33,7 +33,7 @@ class WeightPosterior(Posterior):
 
     @abstractmethod
     def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draws of the weights, (samples, P). Without a generator those of seed 0."""
+        """Draws of the weights, (samples, P). The default generator has seed 0."""
 
     def latent(
         self, inputs: Inputs, kind: LatentKind, samples: int | None, generator: torch.Generator | None
@@ -43,22 +43,22 @@ class WeightPosterior(Posterior):
         return drawn_outputs(self, inputs, count, self.source(count, generator))
 
     def source(self, samples: int, generator: torch.Generator | None) -> torch.Generator:
-        """The generator to draw from, seed 0 when none is given, after checking that so many can be drawn."""
+        """The generator to draw from, seeded with 0 if None; checks that `samples` is a positive count."""
         check_count("samples", samples)
         return generator or torch.Generator(self.network.device).manual_seed(0)
 
     def _networks(self) -> int:
-        """Networks of a sampled prediction, when their number is not given."""
+        """Default number of networks drawn for a sampled prediction."""
         return DRAWN_NETWORKS
 
     def draws(self, samples: int, generator: torch.Generator) -> Iterable[Tensor]:
-        """The same draws as those of `sample`, (P,) each, one in memory at a time."""
+        """The draws of `sample`, (P,) each, with one in memory at a time."""
         return (self.sample(1, generator=generator)[0] for _ in range(samples))
 
     def quick_draws(
         self, samples: int, generator: torch.Generator, inputs: Inputs
     ) -> Iterable[Mapping[str, Tensor]] | None:
-        """The same draws as parameters of networks that are to see `inputs`, where there is a shortcut; else None."""
+        """The draws of `sample` as parameters of networks that will run on `inputs`; None if there is no shortcut."""
         return None
 
 
@@ -66,7 +66,7 @@ class WeightPosterior(Posterior):
 class LinearisedPosterior(WeightPosterior):
     """A posterior whose network is linearised at the module's weights t: f(x) + J(x) (theta - t).
 
-    Outputs are then Gaussian, with mean f(x) + J(x) (mean - t) and the covariance that the class knows.
+    Outputs are then Gaussian, with mean f(x) + J(x) (mean - t) and the covariance that `_outputs` computes.
 
     Args:
         mean: of the weights, (P,); it may differ from t.
@@ -105,13 +105,13 @@ class LinearisedPosterior(WeightPosterior):
         return self.n_outputs <= FULL_COVARIANCE
 
     def _network_is_as_fitted(self) -> bool:
-        # values too: writes through .data leave no trace in torch's counts, which fingerprints go by
+        # values too: writes through .data do not change the version counters that `Network.holds` relies on
         return self.network.equals(self.point) and super()._network_is_as_fitted()
 
     def functional_variance(self, x: Inputs, diagonal: bool = False) -> Tensor:
-        """J Sigma J^T of the outputs at each example: (B, C, C), or its diagonal (B, C) laid out as the outputs are.
+        """J Sigma J^T of each example's outputs: (B, C, C), or its diagonal (B, C) in the layout of the outputs.
 
-        Outputs with positions give one matrix a position, (B, *positions, C, C).
+        Outputs with positions have one matrix per position, (B, *positions, C, C).
         """
         latent = self._linearised(x, "diagonal" if diagonal else "full")
         shape = latent.raw_shape
@@ -120,7 +120,7 @@ class LinearisedPosterior(WeightPosterior):
         return self.likelihood.layout(latent.variance, shape if len(shape) > 1 else (*shape, 1))
 
     def functional_covariance(self, x: Inputs) -> Tensor:
-        """Covariance of all outputs of all examples with each other: (B, C, B, C), positions behind each B."""
+        """Covariance of all outputs of all examples with each other: (B, C, B, C), with positions after each B."""
         latent = self._linearised(x, "joint")
         assert latent.joint is not None
         one = (latent.mean.shape[0], *self.likelihood.positions(latent.raw_shape), latent.mean.shape[-1])
@@ -133,7 +133,7 @@ class LinearisedPosterior(WeightPosterior):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GaussianPosterior(LinearisedPosterior):
-    """N(mean, A^-1) with a precision A that is known, stored or by its products."""
+    """N(mean, A^-1) with a precision A that is stored, or known through its products with vectors."""
 
     @abstractmethod
     def _logdet(self) -> Tensor:
@@ -141,14 +141,14 @@ class GaussianPosterior(LinearisedPosterior):
 
     @abstractmethod
     def _squared_distance(self, deviations: Tensor) -> Tensor:
-        """|d|^2 in the metric of A, (n,), for deviations d (n, P) in float64."""
+        """d^T A d, (n,), for deviations d (n, P) in float64."""
 
     @abstractmethod
     def marginal_variance(self) -> Tensor:
         """Variance of each weight, (P,)."""
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        """log q(theta) for weights (P,) or (n, P); its constant is as exact as the log-determinant is."""
+        """log q(theta) for weights (P,) or (n, P); its constant is as accurate as the log-determinant."""
         if theta.shape[-1] != self.n_weights or theta.dim() > 2:
             raise DataError(
                 "These are no weight vectors",

@@ -1,8 +1,8 @@
-"""The contract of every posterior: outputs at new inputs as a distribution, and a state that a file can hold.
+"""The interface of every posterior: a distribution of the outputs at new inputs, and a state that a file can hold.
 
-A new method of the field is one class: it says how its outputs are distributed (`latent`), what it consists of
-(`state`, `from_state`), and under which name files know it (`kind`). Prediction, data of any size, saving, loading and
-the check that the network is still the one fitted follow from these.
+A new inference method is one class that defines the distribution of its outputs (`latent`), its contents for files
+(`state`, `from_state`), and its name in files (`kind`). Prediction on data of any size, saving, loading, and the check
+that the network has not changed since the fit are derived from these.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lapis.predictions import Latent, Prediction
 from lapis.predictions import predict as predict_outputs
 
 LatentKind = Literal["diagonal", "full", "joint", "sampled"]
-"""What is asked of the outputs' distribution: variances alone, the covariance between an example's outputs, that
-between all examples' outputs; or outputs of networks drawn from the posterior.
+"""The form of the outputs' distribution: variances only, the covariance between an example's outputs, the covariance
+between all outputs of all examples, or outputs of networks drawn from the posterior.
 """
 
 MEMORY_BUDGET = 4 * 2**30
@@ -36,22 +36,22 @@ Self = TypeVar("Self", bound="Posterior")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a fit knows about its data and network beside its result."""
+    """Facts about the data and network of a fit, besides its result."""
 
     n_data: int
     """Examples seen."""
     n_outputs: int
     """Outputs of the network at one position."""
     signature: str
-    """Shapes and dtypes of the inputs seen, for messages."""
+    """Shapes and dtypes of the inputs seen, for error messages."""
     fingerprint: str
-    """Of every parameter and buffer of the network."""
+    """Digest of every parameter and buffer of the network."""
     memory_budget: int = MEMORY_BUDGET
-    """Bytes that predictions may work in."""
+    """Bytes of working memory for predictions."""
 
     @staticmethod
     def of(network: Network, likelihood: Likelihood, data: Any, memory_budget: int = MEMORY_BUDGET) -> Facts:
-        """Read the data once: how many they are, and what the network makes of the first batch."""
+        """Facts from one pass over the data; the network runs on the first batch only."""
         stream, _ = batches(data, dtype=network.dtype, device=network.device)
         first = next(stream)
         with network.prepared(), torch.no_grad():
@@ -63,31 +63,31 @@ class Facts:
 
 @dataclass(frozen=True)
 class State:
-    """What a posterior consists of beside network, likelihood and facts; a file holds exactly this."""
+    """The contents of a posterior besides network, likelihood and facts, as written to a file."""
 
     config: dict[str, Any] = field(default_factory=dict)
-    """Entries that JSON can hold."""
+    """JSON-able entries."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     data: Any = None
-    """The training data, given by whoever loads a posterior that consists of them; never written."""
+    """The training data, passed to `lapis.load` for a posterior that needs them; never written."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Posterior(ABC):
-    """A distribution over the functions that a network can compute; a value: methods return new posteriors.
+    """A distribution over the functions that a network can compute. Immutable: methods return new posteriors.
 
     Args:
-        network: the module, seen as a function of its chosen weights.
-        likelihood: p(y given outputs).
-        facts: what the fit knows about data and network.
+        network: the module as a function of its chosen weights.
+        likelihood: p(y | outputs).
+        facts: facts about the data and network of the fit.
     """
 
     kind: ClassVar[str] = ""
-    """The name by which files know the class."""
+    """The name of the class in files."""
     methods: ClassVar[tuple[str, ...]] = ("sampled",)
-    """How it predicts, the default first: "linearised" (Gaussian outputs), "sampled" (outputs of drawn networks)."""
+    """Methods of prediction, the default first: "linearised" (Gaussian outputs), "sampled" (drawn networks)."""
     needs_data: ClassVar[bool] = False
-    """Whether it consists of its training data, so that loading it takes them."""
+    """Whether loading it requires its training data."""
 
     network: Network
     likelihood: Likelihood
@@ -98,7 +98,7 @@ class Posterior(ABC):
         if "kind" in vars(cls):
             KINDS[cls.kind] = cls
 
-    # what a method of the field says ---------------------------------------------------------------
+    # to be implemented by each class ---------------------------------------------------------------
 
     @abstractmethod
     def latent(
@@ -108,22 +108,22 @@ class Posterior(ABC):
 
         Args:
             inputs: on the network's device, in its dtype.
-            kind: what is asked for; only what `methods` promise.
-            samples: networks to draw, for "sampled"; the class's own number when None.
-            generator: source of randomness; seeded with 0 when None. Equal states must give equal draws, whatever the
-                inputs are: large inputs are predicted in parts.
+            kind: the form of the distribution; only forms that belong to one of `methods` are requested.
+            samples: networks to draw, for "sampled"; the class's default when None.
+            generator: source of randomness; seeded with 0 when None. Equal generator states must give the same drawn
+                networks for any inputs: large inputs are predicted in parts.
         """
 
     @abstractmethod
     def state(self) -> State:
-        """What it consists of, for a file."""
+        """Its contents, for a file."""
 
     @classmethod
     @abstractmethod
     def from_state(cls: type[Self], state: State, network: Network, likelihood: Likelihood, facts: Facts) -> Self:
         """The posterior with this state; the inverse of `state`."""
 
-    # what follows ----------------------------------------------------------------------------------
+    # derived from these ----------------------------------------------------------------------------
 
     @property
     def n_data(self) -> int:
@@ -159,13 +159,14 @@ class Posterior(ABC):
 
         Args:
             x: inputs (a tensor, a tuple of arguments or a dictionary of them), or a DataLoader, Dataset or iterator of
-                inputs or of (inputs, targets) pairs. Many examples are worked on in parts that fit the memory budget.
+                inputs or of (inputs, targets) pairs. Many examples are processed in parts that fit the memory budget.
             method: "linearised" (the network's tangent, Gaussian outputs) or "sampled" (drawn networks); by default the
-                first that the posterior knows.
+                posterior's first method.
             link: for classification, how Gaussian logits become probabilities: "probit" (default), "mc", "bridge".
             samples: drawn networks, or Monte Carlo draws of the link (default 256).
             generator: source of randomness; seeded with 0 when not given.
-            covariance: between an example's outputs, or variances alone; full by default up to 32 outputs.
+            covariance: "full" between an example's outputs, or "diagonal" (variances only); full by default up to 32
+                outputs.
             joint: covariance between examples too; `log_prob` is then that of the whole batch.
             progress: show a bar while there are several parts; by default on a terminal only.
         """
@@ -202,11 +203,11 @@ class Posterior(ABC):
         )
 
     def _full_by_default(self) -> bool:
-        """Whether predictions hold the covariance between an example's outputs when nothing is asked for."""
+        """Whether predictions hold the covariance between an example's outputs by default."""
         return True
 
     def check_network(self) -> None:
-        """Refuse to go on with a network that is not the one fitted."""
+        """Raise ModelError if the network has changed since the fit."""
         if not self._network_is_as_fitted():
             raise ModelError(
                 "The network has changed since the fit",
@@ -219,11 +220,11 @@ class Posterior(ABC):
         return self.network.holds(self.facts.fingerprint)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the posterior to one file of numbers and JSON, for `lapis.load(path, model)`. Never half a file."""
+        """Write the posterior to one file of tensors and JSON, for `lapis.load(path, model)`; written atomically."""
         from lapis.posteriors.storage import save
 
         save(self, path)
 
 
 KINDS: dict[str, type[Posterior]] = {}
-"""Every class of posteriors, by the name under which files know it."""
+"""Posterior classes by their name in files."""

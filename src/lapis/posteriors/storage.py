@@ -1,4 +1,4 @@
-"""Posteriors in files: safetensors for numbers, JSON in its header for the rest. Files are data, never code."""
+"""Saving and loading of posteriors: safetensors files with JSON in the header. Files are data, never code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lapis.network import Network
 from lapis.posteriors.posterior import KINDS, Facts, Posterior, State
 
 CHOSEN = "network.chosen."
-"""Prefix of the tensors that say which entries of a parameter are chosen."""
+"""Prefix of tensors with the indices of a parameter's chosen entries."""
 
 
 def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
@@ -48,8 +48,8 @@ def load(
 ) -> Posterior:
     """The posterior saved at `path`, for the same network with the same weights.
 
-    `likelihood` is needed for `Custom` ones only, whose function no file can hold; `data` for implicit posteriors only,
-    which are their data: the same examples as at the fit, in any order and batches.
+    `likelihood` is needed only if it is a `Custom` one, whose function no file can hold; `data` only for implicit
+    posteriors, which compute with them: the same examples as at the fit, in any order and batches.
     """
     config, tensors = read(Path(path))
     kind = KINDS.get(config["posterior"])
@@ -80,7 +80,7 @@ def load(
 
 
 def _network(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor]) -> Network:
-    """The model seen as the network that was fitted, once it is certain that it is."""
+    """The network with the chosen weights of the fit; FileError unless the model's parameters are those of the fit."""
     parameters = dict(Network(model).module.named_parameters())
     for name, shape in ((name, tuple(shape)) for name, shape in config["shapes"].items()):
         if name not in parameters or tuple(parameters[name].shape) != shape:
@@ -105,8 +105,8 @@ def _network(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor
     else:
         network = Network(model, lambda name, _: name in config["shapes"])
     if tuple(network.names) != tuple(config["shapes"]) or network.fingerprint() != config["facts"]["fingerprint"]:
-        fitted, found = config["digests"], network.digests()
-        changed = next((name for name in {**fitted, **found} if fitted.get(name) != found.get(name)), "the weights")
+        fitted, now = config["digests"], network.digests()
+        changed = next((name for name in {**fitted, **now} if fitted.get(name) != now.get(name)), "the weights")
         raise FileError(
             "The network does not hold the weights that the posterior was fitted to",
             expected="every parameter and buffer as it was at the fit",

@@ -46,13 +46,13 @@ def predict(
     """p(y | x) under `likelihood` when the outputs are distributed as `latent`.
 
     Args:
-        likelihood: what the outputs mean.
+        likelihood: p(y | f).
         latent: distribution of the canonical outputs (B, T, C); its `raw_shape` is the prediction's layout.
         link: for classes, "probit" (default), "mc" or "bridge": how Gaussian logits become probabilities.
-        samples: draws of f where Monte Carlo is needed, 256 unless given; for a mixture, of each part.
-        generator: where their seed comes from; without it the seed is 0.
+        samples: draws of f where Monte Carlo is needed, 256 by default; for a mixture, of each part.
+        generator: source of the draws' seed, which is 0 without one.
 
-    The Gaussian parts of a mixture take `link` and `samples`; parts that are drawn already need neither.
+    In a mixture, `link` and `samples` apply to the Gaussian parts; parts that consist of draws need neither.
     """
     seed = 0
     if generator is not None:
@@ -65,7 +65,7 @@ def predict(
 def _predict_mixture(
     likelihood: Likelihood, latent: LatentMixture, link: str | None, samples: int | None, seed: int
 ) -> Prediction:
-    """The prediction of each part that has a weight, with a seed of its own, and their mixture."""
+    """The mixture of the predictions of all parts with positive weight, each with its own seed."""
     held = [(k, weight) for k, weight in enumerate(latent.weights.tolist()) if weight > 0]
     drawn = [isinstance(latent.parts[k], LatentSamples) for k, _ in held]
     parts = []
@@ -90,7 +90,7 @@ def _predict_one(
 
 
 def _checked_link(likelihood: Likelihood, latent: LatentGaussian | LatentSamples, link: str | None) -> Link | None:
-    """The link that is used: None where there is nothing to choose."""
+    """The link to use: None unless the outputs are Gaussian logits; OptionError for a link that would be ignored."""
     gaussian_logits = likelihood.kind == "classification" and isinstance(latent, LatentGaussian)
     if link is not None and not gaussian_logits:
         about = "sampled networks" if likelihood.kind == "classification" else likelihood.name + " outputs"

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from lapis.predictions._quadrature import nodes_like
 
-# Quantiles beyond this many counts are taken to be the rate's own: Poisson noise changes them by less than 1e-7.
 MANY = 2.0**50
-# A log rate with a smaller variance than this counts as known exactly.
+"""Quantiles above this count are set to the rate's quantile: Poisson noise changes them by less than 1e-7."""
+
 CERTAIN = 1e-20
+"""Smallest variance of a log rate; smaller ones are raised to it."""
 
 
 def log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lapis.predictions._quadrature import nodes_like
 
-# Dirichlet parameters beyond e^60 differ from a point mass by less than float64 can tell.
 LARGEST_LOG_ALPHA = 60.0
+"""Dirichlet distributions with parameters beyond e^60 equal a point mass to float64 precision."""
 
 
 def entropy(log_probs: Tensor) -> Tensor:
@@ -93,8 +93,8 @@ def dirichlet_entropy(log_alpha: Tensor) -> Tensor:
 def expected_binary_entropy(mean: Tensor, variance: Tensor) -> Tensor:
     """E[H(sigmoid(z))], z ~ N(mean, variance), elementwise in float64, to about 1e-8.
 
-    Up to variance 1 by Gauss-Hermite quadrature. For larger ones the entropy, a bump around z = 0, falls between the
-    nodes; there the trapezoidal rule over the bump itself, |z| < 40, which converges exponentially for smooth
+    By Gauss-Hermite quadrature for variances up to 1. For larger ones the entropy, a bump around z = 0, would fall
+    between the nodes; there by the trapezoidal rule over the bump, |z| < 40, which converges exponentially for smooth
     functions.
     """
     variance = variance.clamp_min(0)

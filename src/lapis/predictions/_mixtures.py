@@ -12,10 +12,12 @@ from lapis.errors import NotPositiveDefiniteError
 from lapis.predictions._quadrature import grid_like
 
 LOG_TWO_PI = math.log(2 * math.pi)
-# Enough halvings to take any bracket in float64 to neighbouring numbers.
+
 HALVINGS = 80
-# exp() of a larger number overflows in float64.
+"""Enough bisections to reduce any float64 bracket to neighbouring numbers."""
+
 LARGEST_EXPONENT = 700.0
+"""exp() of a larger number overflows in float64."""
 
 
 def normal_log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
@@ -39,7 +41,7 @@ def multivariate_log_prob(error: Tensor, covariance: Tensor) -> Tensor:
 
 
 def weighted_sum(weights: Iterable[float], values: Iterable[Tensor]) -> Tensor:
-    """sum_k w_k v_k of K tensors of one shape, in float64; one of them in memory at a time."""
+    """sum_k w_k v_k of K tensors of one shape, in float64, with one of them in memory at a time."""
     terms = (weight * value.double() for weight, value in zip(weights, values, strict=True))
     return sum(terms, torch.zeros((), dtype=torch.float64))
 
@@ -53,7 +55,7 @@ def total_variance(
     the parts, plus the variance between them.
     """
     mean = weighted_sum(weights, means)
-    # equal ones differ by zero, also where both have overflowed to infinity
+    # equal means differ by zero, even where both have overflowed to infinity
     gaps = (torch.where(part == mean, 0.0, part.double() - mean) for part in means)
     return mean, weighted_sum(weights, (v.double() + gap**2 for v, gap in zip(variances, gaps, strict=True)))
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 NODES = 64
-# How many elements are worked on at once: with a few hundred nodes each, about 32 MB in float64.
 ELEMENTS = 2**14
+"""Elements processed together: with a few hundred nodes each, about 32 MB in float64."""
 
 
 @lru_cache(maxsize=8)
@@ -21,7 +21,7 @@ def gauss_hermite(nodes: int = NODES) -> tuple[Tensor, Tensor]:
     weights are 1 / sum_k h_k(z_i)^2 with the orthonormal polynomials h_k. As sums of squares lose no digits, even
     weights of 1e-50 are accurate, which those from the eigenvectors are not, and tails of densities come out right.
     """
-    with torch.inference_mode(False):  # the result is kept, and must be usable outside
+    with torch.inference_mode(False):  # the result is cached, and must be usable outside inference mode
         k = torch.arange(1, nodes, dtype=torch.float64, device="cpu").sqrt()
         z = torch.linalg.eigvalsh(torch.diag(k, 1) + torch.diag(k, -1))
         z = (z - z.flip(0)) / 2  # exactly symmetric
@@ -55,7 +55,7 @@ def _in_front(z: Tensor, log_weights: Tensor, mean: Tensor) -> tuple[Tensor, Ten
 
 
 def in_chunks(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
-    """An elementwise function of tensors of one shape, applied to some elements at a time to bound its memory."""
+    """An elementwise function of tensors of one shape, applied in chunks of elements to bound its memory."""
     flat = [value.flatten() for value in values]
     parts = [function(*part) for part in zip(*(torch.split(value, ELEMENTS) for value in flat), strict=True)]
     return torch.cat(parts).reshape(values[0].shape)

@@ -1,4 +1,4 @@
-"""What every prediction offers, whatever the likelihood."""
+"""The interface of predictions, shared by all likelihoods: moments of the outputs, and log densities of targets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Prediction(ABC):
 
     @property
     def method(self) -> Literal["linearised", "sampled", "mixture"]:
-        """Where the outputs' distribution came from: the linearised network, sampled networks, or several of these."""
+        """Origin of the outputs' distribution: the linearised network, sampled networks, or a mixture of these."""
         return "linearised" if isinstance(self.latent, LatentGaussian) else "sampled"
 
     @property

@@ -30,15 +30,15 @@ Link = Literal["probit", "mc", "bridge"]
 class ClassificationPrediction(Prediction):
     """p(y | x) of classes (categorical), or of each of C yes-or-no labels (Bernoulli).
 
-    `link` says how the linearised network's Gaussian logits become probabilities:
+    `link` determines how the linearised network's Gaussian logits become probabilities:
 
     - "probit": logits shrunk by their variance, MacKay's approximation;
     - "mc": the mean of the probabilities over Monte Carlo draws of the logits;
     - "bridge": the Laplace bridge, a Dirichlet distribution that matches the Gaussian.
 
     It is None for sampled networks, whose probabilities are averaged. Entropies are in nats: (B, *positions) for
-    classes; for labels one for each, laid out as the outputs. Densities of labels are taken from `probs`, label by
-    label.
+    classes; one per label for labels, laid out as the outputs. Densities of labels follow from `probs`, independently
+    for each label.
     """
 
     link: Link | None
@@ -61,9 +61,9 @@ class ClassificationPrediction(Prediction):
 
     @property
     def mutual_information(self) -> Tensor:
-        """Entropy minus expected entropy: how much the label would tell about the weights; never below zero.
+        """Entropy minus expected entropy: the information that the label would give about the weights.
 
-        With "probit" it is cut off at zero, as its probabilities are an approximation.
+        Negative values, possible with "probit" as its probabilities are approximate, are set to zero.
         """
         return self._lay((entropy(self._log_probs) - self._expected_entropy).clamp_min(0))
 
@@ -81,7 +81,7 @@ class ClassificationPrediction(Prediction):
 
     @cached_property
     def _log_alpha(self) -> Tensor:
-        """The Laplace bridge's Dirichlet, (B, T, K), or (B, T, C, 2) for labels; in float64."""
+        """Log parameters of the Laplace bridge's Dirichlet, (B, T, K), or (B, T, C, 2) for labels; in float64."""
         mean, variance = self.latent.mean.double(), self.latent.variance.double().clamp_min(0)
         if self._binary:
             return bridge(pair(mean), pair(mean).new_ones(2) * variance.unsqueeze(-1) / 4)

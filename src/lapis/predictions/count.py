@@ -1,4 +1,4 @@
-"""Predictions of counts."""
+"""Predictions of counts: mean, variances by source, intervals, densities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lapis.predictions.latent import LatentSamples
 class CountPrediction(Prediction):
     """p(y | x) of counts y ~ Poisson(e^f), laid out as the network's outputs.
 
-    Linearised: f ~ N(m, v), so the rate e^f is log-normal; the outputs of a position count as independent.
+    Linearised: f ~ N(m, v), so the rate e^f is log-normal; the outputs of a position are treated as independent.
     Sampled: the equal mixture of the S networks' Poisson distributions.
     """
 
@@ -57,12 +57,12 @@ class CountPrediction(Prediction):
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
-        """E[e^f] and Var[e^f], (B, T, C), float64."""
+        """E[e^f] and Var[e^f], each (B, T, C), float64."""
         if isinstance(self.latent, LatentSamples):
             rates = self.latent.values.double().exp()
             return rates.mean(0), rates.var(0, unbiased=False)
         mean, variance = self._gaussian
-        # log(e^v - 1) = v + log(1 - e^-v): -inf for v = 0, and no overflow before the answer's own
+        # log(e^v - 1) = v + log(1 - e^-v): -inf for v = 0, and overflows only if the result does
         log_excess = variance + (-torch.expm1(-variance)).log()
         return (mean + 0.5 * variance).exp(), (2 * mean + variance + log_excess).exp()
 

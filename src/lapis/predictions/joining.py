@@ -1,4 +1,4 @@
-"""Latents of consecutive batches put together as one."""
+"""Concatenation of the latents (distributions of outputs) of consecutive batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lapis.predictions.latent import Latent, LatentGaussian, LatentMixture, Late
 def join_latents(parts: Sequence[Latent]) -> Latent:
     """The latents of consecutive batches as the latent of all their examples, in the order given.
 
-    All parts are of one kind, over outputs of one shape. Sample s of every part is the output of the same network s,
-    so that sampled parts have equally many; mixtures are joined part by part, and have the same weights. Covariances
-    between the outputs of a position are kept when all parts have them. Joint latents are refused: covariances
-    between examples of different batches are in none of them.
+    All parts must be of one kind, with outputs of one shape. Sample s of every part must be the output of the same
+    network s, so sampled parts have equally many samples; mixtures must have the same weights, and are joined component
+    by component. Covariances between the outputs of a position are kept if all parts have them. Joint latents raise
+    ModelError: they lack the covariances between examples of different batches.
     """
     if not parts:
         raise DataError("There are no latents to join", expected="at least one", got="none", do="pass some batches")
@@ -25,8 +25,8 @@ def join_latents(parts: Sequence[Latent]) -> Latent:
     if not mixtures:
         return _join_plain([part for part in parts if not isinstance(part, LatentMixture)])
     _check_equal("weights of the mixtures", [mixture.weights.tolist() for mixture in mixtures])
-    same_part = zip(*(mixture.parts for mixture in mixtures), strict=True)  # of one mixture after the other
-    return LatentMixture(tuple(_join_plain(batches) for batches in same_part), mixtures[0].weights)
+    components = zip(*(mixture.parts for mixture in mixtures), strict=True)  # component k of every batch's mixture
+    return LatentMixture(tuple(_join_plain(batches) for batches in components), mixtures[0].weights)
 
 
 def _join_plain(parts: Sequence[LatentGaussian | LatentSamples]) -> LatentGaussian | LatentSamples:

@@ -1,7 +1,7 @@
-"""What a posterior says about the outputs f: a Gaussian (linearised network), draws (sampled networks), or a mixture.
+"""Latents, the distributions of the outputs f: Gaussian (linearised network), draws (sampled networks), or a mixture.
 
-All hold canonical outputs (B, T, C), for B examples, T positions and C outputs a position, together with
-`raw_shape`, the shape of the network's own output: predictions are laid out as that output is.
+All hold canonical outputs (B, T, C), for B examples, T positions and C outputs per position, together with
+`raw_shape`, the shape of the network's own output, whose layout predictions have.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from lapis.errors import ModelError, NotPositiveDefiniteError, OptionError
 from lapis.predictions._mixtures import total_variance, weighted_sum
 
-# Monte Carlo works through its draws in chunks of about this many numbers (32 MB in float64).
 CHUNK = 2**22
+"""Numbers in a chunk of Monte Carlo draws, approximately (32 MB in float64)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +29,10 @@ class LatentGaussian:
         mean: (B, T, C).
         variance: marginal variances (B, T, C).
         covariance: of the outputs of each position, (B, T, C, C), or None when only the variances are known;
-            the outputs then count as independent.
+            the outputs are then treated as independent.
         joint: covariance of all outputs of all examples, (B T C, B T C) in the order of mean.flatten(), or None.
-        raw_shape: shape of the network's own output. When left out, that of a network whose outputs come last, as
-            likelihoods assume unless told otherwise: (B, C) for one position, (B, T, C) for several.
+        raw_shape: shape of the network's own output. By default that of a network with channels last: (B, C) for one
+            position, (B, T, C) for several.
     """
 
     mean: Tensor
@@ -64,7 +64,7 @@ class LatentGaussian:
 
     @property
     def blocks(self) -> Tensor | None:
-        """Covariance of each position's outputs, (B, T, C, C), taken out of the joint one where only that is there."""
+        """Covariance of each position's outputs, (B, T, C, C), extracted from `joint` if only that is known."""
         if self.covariance is not None or self.joint is None:
             return self.covariance
         batch, positions, outputs = self.mean.shape
@@ -74,7 +74,7 @@ class LatentGaussian:
 
     @cached_property
     def deviation(self) -> Tensor:
-        """Marginal standard deviations, with variances that rounding made negative taken as zero."""
+        """Marginal standard deviations; variances that are negative by rounding count as zero."""
         return self.variance.clamp_min(0).sqrt()
 
     @cached_property
@@ -90,7 +90,7 @@ class LatentGaussian:
     def draws(self, samples: int, seed: int, *, joint: bool = False) -> Iterator[Tensor]:
         """Draws of f in chunks (S', B, T, C).
 
-        With `joint` they are correlated as all examples are; without, positions are drawn independently.
+        With `joint`, draws have the covariance between all examples; without, positions are drawn independently.
         """
         generator = torch.Generator(device=self.mean.device).manual_seed(seed)
         whole = square_root(self.joint) if joint and self.joint is not None else None
@@ -116,7 +116,7 @@ class LatentSamples:
 
     Args:
         values: (S, B, T, C).
-        joint: whether densities are taken over all examples at once: each network answers for the whole batch.
+        joint: whether densities are those of all examples together, each network predicting the whole batch.
         raw_shape: shape of the network's own output, as for `LatentGaussian`.
     """
 
@@ -157,15 +157,13 @@ class LatentSamples:
         return self.joint
 
     def draws(self, samples: int, seed: int, *, joint: bool = False) -> Iterator[Tensor]:
-        """The networks' outputs themselves."""
+        """The networks' outputs; the arguments, which `LatentGaussian.draws` needs, have no effect."""
         yield self.values
 
 
 @dataclass(frozen=True, eq=False)
 class LatentMixture:
-    """K latents over the same inputs, of which one holds: part k with probability w_k.
-
-    The outputs of K posteriors, each around a network of its own, are an example.
+    """A mixture of K latents over the same inputs, with weights w_k: for example of K posteriors in an ensemble.
 
     Args:
         parts: the K latents. Their shapes agree, and all are joint or none is.
@@ -246,12 +244,12 @@ Latent = LatentGaussian | LatentSamples | LatentMixture
 def square_root(covariance: Tensor) -> Tensor:
     """R with R R^T = covariance, for positive semi-definite matrices (..., C, C), singular ones too.
 
-    From eigenvalues, as a Cholesky factor would need something added to the diagonal of a singular one.
+    From eigenvalues: a Cholesky factor of a singular matrix would need jitter on the diagonal.
     """
     values, vectors = torch.linalg.eigh(covariance.double())
     largest = values.abs().amax(-1, keepdim=True)
-    # Rounding makes zero eigenvalues as low as about -eps, relative to the largest; a limit of -sqrt(eps) tells
-    # these from truly negative ones.
+    # Rounding turns zero eigenvalues into at least about -eps, relative to the largest; a limit of -sqrt(eps)
+    # distinguishes these from truly negative ones.
     if not bool((values >= -(torch.finfo(covariance.dtype).eps ** 0.5) * largest).all()):
         raise NotPositiveDefiniteError(
             "A covariance of the outputs has negative eigenvalues",
@@ -264,7 +262,7 @@ def square_root(covariance: Tensor) -> Tensor:
 
 
 def _fill_raw_shape(latent: LatentGaussian | LatentSamples) -> None:
-    """Give a latent without a raw shape the default one, and refuse a raw shape that does not fit its outputs."""
+    """Set the default raw shape if there is none; ModelError for a raw shape that does not fit the outputs."""
     batch, positions, outputs = latent.shape
     default = (batch, outputs) if positions == 1 else (batch, positions, outputs)
     shape = tuple(latent.raw_shape or default)

@@ -1,4 +1,4 @@
-"""Predictions of mixtures: those of the parts, put together by their weights."""
+"""Predictions of mixtures: weighted combinations of the predictions of the parts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MixturePrediction(Prediction):
         return log_weighted_sum(self.weights, each).to(each[0].dtype)
 
 
-# The order of the two bases decides: densities of classes are those of the mixed probabilities.
+# The order of the bases matters: densities of classes come from ClassificationPrediction, at the mixed probabilities.
 @dataclass(frozen=True, eq=False, repr=False)
 class ClassificationMixture(ClassificationPrediction, MixturePrediction):
     """Classes: the weighted mean of the parts' probabilities, and of their expected entropies."""
@@ -102,7 +102,7 @@ class CountMixture(MixturePrediction, CountPrediction):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FunctionMixture(MixturePrediction, FunctionPrediction):
-    """A likelihood of which only the density is known: the mixed densities."""
+    """Likelihoods known by their density only: the densities are mixed."""
 
 
 _MIXTURES: dict[Kind, Callable[..., MixturePrediction]] = {
@@ -114,7 +114,7 @@ _MIXTURES: dict[Kind, Callable[..., MixturePrediction]] = {
 
 
 def mix(latent: LatentMixture, parts: Sequence[Prediction], weights: Sequence[float]) -> MixturePrediction:
-    """The prediction of `latent` from those of its parts, of one likelihood, with weights above zero."""
+    """The prediction of `latent` from the predictions of its parts, under one likelihood, with positive weights."""
     first = parts[0]
     samples = sum(part.samples for part in parts)
     common = (first.likelihood, latent, samples, first.seed, tuple(parts), tuple(weights))

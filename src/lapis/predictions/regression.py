@@ -31,8 +31,8 @@ from lapis.predictions.latent import LatentGaussian, LatentSamples
 class RegressionPrediction(Prediction):
     """p(y | x) of real targets, D per position, laid out as the network's outputs.
 
-    Linearised, with one noise sigma for all inputs: exactly N(f, V + sigma^2 I). Linearised, with noise that the
-    network predicts: the integral over the mean is exact, that over the log variance s ~ N(m_s, V_ss) is done by
+    Linearised, with one noise sigma for all inputs: exactly N(f, V + sigma^2 I). Linearised, with noise predicted by
+    the network: the integral over the mean is exact, the integral over the log variance s ~ N(m_s, V_ss) is by
     quadrature; covariances between outputs are not used. Sampled: the equal mixture of the S networks' Gaussians.
     """
 
@@ -109,7 +109,7 @@ class RegressionPrediction(Prediction):
 
     @property
     def _mean_and_noise(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Means and their variances, log noise variances and theirs: each (B, T, D), float64."""
+        """Means and their variances, log noise variances and their variances: each (B, T, D), float64."""
         mean, log_variance = split(self.latent.mean.double())
         variance, uncertainty = split(self.latent.variance.double().clamp_min(0))
         return mean, variance, log_variance, uncertainty

@@ -1,1 +1,1 @@
-"""The Laplace family: a Gaussian with curvature plus prior as its precision, stored, implicit or drawn."""
+"""The Laplace family: Gaussians with curvature plus prior as precision, in stored, implicit and drawn form."""

@@ -6,8 +6,8 @@ of the prior, y = Lambda^1/2 z and F = G Lambda^-1/2, with data terms summed ove
     noisy:      1/2 sum_b |F_b y - u_b|^2 + 1/2 |y - e|^2            gradient  F_b^T (F_b y - u_b) + y - e
     low noise:  1/2 sum_b |F_b y|^2       + 1/2 |y - e - F^T u|^2    gradient  F_b^T F_b y         + y - e - F^T u
 
-Both have the gradient (I + F^T F) y - e - F^T u over all data, hence the same minimiser, and nothing singular is
-inverted. Only the low-noise one keeps u out of the minibatches.
+Both have the gradient (I + F^T F) y - e - F^T u over all data, hence the same minimiser, and neither inverts a singular
+matrix. Minibatch gradients of the low-noise objective do not depend on u.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from lapis.posteriors.laplace.implicit import ImplicitPosterior
 
 SGD_RESIDUAL = 0.1
-"""Draws by SGD count as converged below this |A z - b| / |b|; variances are then right to about a percent."""
+"""Draws by SGD count as converged below this |A z - b| / |b|; variances are then accurate to about a percent."""
 
 RATE_STEPS = 8
-"""Lanczos steps behind a learning rate; each keeps a weight vector."""
+"""Lanczos steps for the learning rate; each stores a weight vector."""
 
 RATE_BATCHES = 3
 """Minibatches whose top eigenvalues bound the learning rate."""
@@ -45,7 +45,7 @@ RATE_BATCHES = 3
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked of `ImplicitPosterior.draw`, with defaults filled in."""
+    """Arguments of `ImplicitPosterior.draw`, checked and with defaults filled in."""
 
     samples: int
     solver: str
@@ -65,7 +65,7 @@ def options(
     learning_rate: float | None,
     clip: float | None,
 ) -> Options:
-    """Checked options; those of SGD have no meaning for conjugate gradients."""
+    """Checked options; OptionError for options of SGD that are given with conjugate gradients."""
     check_choice("solver", solver, ("cg", "sgd"))
     if solver == "cg":
         given = {"objective": objective, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
@@ -119,7 +119,7 @@ def draw(
 
 
 def noise(posterior: ImplicitPosterior, seed: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """White noise of draws first..last, (n, P) and (n, M); each has a stream of its own, to be made again."""
+    """White noise e (n, P) and u (n, M) of draws first to last - 1; each draw has its own seed, to be reproducible."""
     pairs = []
     for number in range(first, last):
         source = torch.Generator(posterior.network.device).manual_seed((seed + number) % 2**63)
@@ -130,7 +130,7 @@ def noise(posterior: ImplicitPosterior, seed: int, first: int, last: int) -> tup
 def _by_cg(
     posterior: ImplicitPosterior, chosen: Options, seed: int, kept: Checkpoint, progress: bool | None
 ) -> tuple[Tensor, Drawing]:
-    """All draws by conjugate gradients, as many at once as memory allows."""
+    """All draws by conjugate gradients, as many together as memory allows."""
     gaussian, step = posterior.gaussian, posterior.vectors_at_once()
     done: list[Tensor] = [kept.tensors["done"]] if "done" in kept.tensors else []
     iterations: list[int] = list(kept.facts.get("iterations", []))
@@ -165,7 +165,7 @@ def _by_cg(
 
 
 class Descent:
-    """SGD for some draws: minibatches, their order, and the gradient of either objective in units of the prior."""
+    """SGD for k draws: minibatches, their order, and the gradient of either objective in units of the prior."""
 
     def __init__(self, posterior: ImplicitPosterior, objective: str, batch_size: int, seed: int, k: int) -> None:
         self.objective, self.seed = objective, seed
@@ -182,13 +182,13 @@ class Descent:
         """e + F^T u, (k, P)."""
 
     def _rescale(self, posterior: ImplicitPosterior) -> None:
-        """Bring the pulled noise from the present prior and noise to the posterior's."""
+        """Rescale `target`, which holds F^T u, from the previous prior and noise to those of `posterior`."""
         old, self.root = self.root.to(posterior.mean), posterior.gaussian.precision.sqrt()
         change, self.scale = float(posterior.scale.detach()) / self.scale, float(posterior.scale.detach())
         self.target.mul_(change**0.5 * old / self.root)
 
     def moved(self, posterior: ImplicitPosterior) -> Descent:
-        """This descent under another prior and noise of the likelihood: the same white noise, no pass over data."""
+        """This descent, changed in place to another prior and likelihood noise: same white noise, no pass over data."""
         self.target.sub_(self.start)
         self._rescale(posterior)
         self.target.add_(self.start)
@@ -203,7 +203,7 @@ class Descent:
         return part.product(y / self.root).div_(self.root).mul_(weight * self.scale).add_(y)
 
     def minibatch(self, step: int) -> int:
-        """The minibatch of a step: each once an epoch, in an order of the epoch's own."""
+        """Index of the minibatch of a step: each once per epoch, in random order."""
         count = len(self.parts)
         order = torch.Generator().manual_seed((self.seed + 2**41 + step // count) % 2**63)
         return int(torch.randperm(count, generator=order)[step % count])
@@ -212,10 +212,10 @@ class Descent:
         """An unbiased estimate of (I + F^T F) y - e - F^T u from one minibatch."""
         index, count = self.minibatch(step), len(self.parts)
         part = self.parts[index]
-        found = self.product(part, y, count)
+        product = self.product(part, y, count)
         if self.rows is None:
-            return found.sub_(self.target)
-        return found.sub_(self._pulled(part, self.rows[index]), alpha=count).sub_(self.start)
+            return product.sub_(self.target)
+        return product.sub_(self._pulled(part, self.rows[index]), alpha=count).sub_(self.start)
 
     def residuals(self, y: Tensor) -> Tensor:
         """|(I + F^T F) y - e - F^T u| / |e + F^T u| over all data, in units of the weights: |A z - b| / |b|."""
@@ -224,7 +224,7 @@ class Descent:
 
     @staticmethod
     def judged(residuals: Tensor) -> bool:
-        """Whether the residuals are those of draws; a warning when they are not."""
+        """Whether the residuals are small enough; warns if not."""
         converged = bool((residuals <= SGD_RESIDUAL).all())
         if not converged:
             warnings.warn(
@@ -236,7 +236,7 @@ class Descent:
         return converged
 
     def learning_rate(self, momentum: float) -> float:
-        """Half of the largest stable rate, for the steepest of a few minibatches."""
+        """Half of the largest stable rate, the smallest over a few minibatches."""
         source = torch.Generator(self.root.device).manual_seed(0)
         rates = []
         for part in self.parts[:RATE_BATCHES]:
@@ -260,7 +260,7 @@ def _by_sgd(
         settings = SGDSettings(chosen.epochs * len(descent.parts), rate, 0.9, chosen.clip, "tail", 0.5)
         state = SGDState.begin(descent.start, settings)
     if descent.rows is None:
-        descent.start = descent.start[:0]  # held by the state from here on
+        descent.start = descent.start[:0]  # free it: the state holds the iterate from here on
 
     def note(now: SGDState) -> None:
         kept.offer(now.tensors(), {"sgd": now.config()}, now=now.step == now.settings.steps)
@@ -280,7 +280,7 @@ def _by_sgd(
 
 
 def _facts(posterior: ImplicitPosterior, chosen: Options, seed: int) -> dict[str, Any]:
-    """What must be the same for a draw to go on; `precision` is a digest of all prior precisions."""
+    """Facts that must match for a draw to resume from a checkpoint; `precision` is a digest of all prior precisions."""
     return {
         **asdict(chosen),
         "seed": seed,

@@ -21,7 +21,7 @@ from lapis.predictions import LatentGaussian
 
 @dataclass(frozen=True)
 class Drawing:
-    """How weights were drawn: the solver's statistics, one entry a draw where there is a tuple."""
+    """How weights were drawn: the solver's statistics; tuples have one entry per draw."""
 
     solver: str
     """"cg" or "sgd"."""
@@ -30,14 +30,14 @@ class Drawing:
     iterations: tuple[int, ...]
     """Iterations of conjugate gradients, or SGD steps."""
     residuals: tuple[float, ...]
-    """|A z - b| / |b|, computed anew at the end."""
+    """|A z - b| / |b|, recomputed at the end."""
     converged: bool
     reason: str
     products: int
-    """Vectors that the GGN of the whole data set was applied to; minibatches count by their share."""
+    """Products of the GGN of the whole data set with a vector; minibatches count by their share."""
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "residuals"):  # files give lists
+        for name in ("iterations", "residuals"):  # JSON turns tuples into lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
@@ -47,7 +47,7 @@ class DrawnPosterior(LinearisedPosterior):
 
     The linearised network's outputs have mean f(x) and covariance mean_k (J z_k)(J z_k)^T, by K Jacobian-vector
     products. With K draws a variance has a relative error of sqrt(2 / K), and a covariance has rank K at most; so
-    predictions hold variances alone unless covariance="full" is asked for. Memory: (K, P) in the network's dtype.
+    predictions hold variances only, unless covariance="full" is requested. Memory: (K, P) in the network's dtype.
     """
 
     kind: ClassVar[str] = "drawn"
@@ -57,11 +57,11 @@ class DrawnPosterior(LinearisedPosterior):
     drawing: Drawing
 
     def __len__(self) -> int:
-        """K."""
+        """The number of draws, K."""
         return len(self.deviations)
 
     def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
-        """Some of the K draws, without replacement, as weights (samples, P)."""
+        """`samples` of the K draws, chosen without replacement, as weights (samples, P)."""
         source = self.source(samples, generator)
         if samples > len(self):
             raise OptionError(
@@ -74,7 +74,7 @@ class DrawnPosterior(LinearisedPosterior):
         return self.deviations[chosen] + self.mean
 
     def draws(self, samples: int, generator: torch.Generator) -> Iterable[Tensor]:
-        """The rows of `sample`: all at once, since none is drawn twice."""
+        """The rows of `sample`, chosen together so that none occurs twice."""
         return self.sample(samples, generator=generator).unbind()
 
     def marginal_variance(self) -> Tensor:
@@ -107,7 +107,7 @@ class DrawnPosterior(LinearisedPosterior):
 
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> DrawnPosterior:
-        """The same draws."""
+        """The posterior with the stored draws."""
         mean = state.tensors["mean"]
         return cls(
             network=network,

@@ -1,4 +1,4 @@
-"""What the structures of the Laplace family share: a prior, the evidence, and how one posterior becomes another."""
+"""Base class of the Laplace family: prior, evidence, and posteriors under another prior, noise or temperature."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from lapis.posteriors.posterior import Facts, State
 from lapis.priors import Groups, Prior, WeightPrior, as_prior
 
 TANGENT = ("converged", "remaining", "iterations", "products", "reason")
-"""What a file says about theta* beside its tensors."""
+"""Fields of `TangentMode` that a file holds besides its tensors."""
 
 Self = TypeVar("Self", bound="LaplaceFamily")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LaplaceFamily(GaussianPosterior):
-    """N(mean, (scale * curvature + prior)^-1), whatever form the curvature has.
+    """N(mean, (scale * curvature + prior)^-1), with curvature of any structure.
 
     Args:
-        fitted_likelihood: with the noise that the curvature was computed under; `likelihood` has the present one.
-        prior: as the user gave it; `weight_prior` is the same for this network.
-        curvature: sums over data; has `statistics`, `n_data`, `outputs`, `signature` and `digest` in every form.
+        fitted_likelihood: has the noise under which the curvature was computed; `likelihood` has the current one.
+        prior: as passed by the user; `weight_prior` is the same prior resolved for this network.
+        curvature: sums over data; every structure's has `statistics`, `n_data`, `outputs`, `signature` and `digest`.
         temperature: the likelihood enters as p(D | theta)^(1 / temperature).
-        tuning: how the last `tune` went.
-        tangent: the mode of the tangent model, when the evidence is taken there (`at_tangent_mode`).
+        tuning: the record of the last `tune`.
+        tangent: the mode of the tangent model, if the evidence is taken there (`at_tangent_mode`).
     """
 
     fitted_likelihood: Likelihood
@@ -54,7 +54,7 @@ class LaplaceFamily(GaussianPosterior):
 
     @cached_property
     def scale(self) -> Tensor:
-        """What the stored curvature is multiplied by: changed noise, and temperature."""
+        """Factor of the curvature: it accounts for a changed noise, and for the temperature."""
         scale = torch.as_tensor(self.likelihood.curvature_scale(self.fitted_likelihood), device=self.network.device)
         return scale.double() / self.temperature
 
@@ -62,14 +62,14 @@ class LaplaceFamily(GaussianPosterior):
 
     @abstractmethod
     def effective_parameters(self) -> Tensor:
-        """gamma = tr(A^-1 (A - Lambda)): how many weights the data determine."""
+        """gamma = tr(A^-1 (A - Lambda)): the number of weights determined by the data."""
 
     def log_likelihood(self) -> Tensor:
         """log p(D | t), with all constants."""
         return self.likelihood.log_likelihood(self.curvature.statistics)
 
     def evidence_point(self) -> tuple[Tensor, Tensor]:
-        """Weights (P,) that the evidence is taken at, theta* or t, and the likelihood's statistics there."""
+        """Weights (P,) at which the evidence is taken, theta* or t, and the likelihood's statistics there."""
         if self.tangent is not None:
             return self.tangent.weights, self.tangent.statistics
         return self.mean, self.curvature.statistics
@@ -80,7 +80,7 @@ class LaplaceFamily(GaussianPosterior):
         return None if self.tangent is None else self.tangent.weights
 
     def _evidence(self, logdet: Tensor) -> Tensor:
-        """log p(D) when log |A| is `logdet`."""
+        """log p(D), given log |A|."""
         prior = self.weight_prior
         weights, statistics = self.evidence_point()
         distance = (prior.precision * prior.squared_distance(weights)).sum()
@@ -112,21 +112,22 @@ class LaplaceFamily(GaussianPosterior):
     ) -> Self:
         """The posterior whose prior precisions, and Gaussian noise, maximise the evidence.
 
-        After `at_tangent_mode` theta* follows every change of prior and noise, so that the result is stationary in
-        both. `tuning` on the result tells how it went.
+        After `at_tangent_mode`, theta* is recomputed for every prior and noise, so that the result is stationary in
+        both. The result's `tuning` records the search.
 
         Args:
             method: stored structures have "gradient" (default; on logarithms, by Newton's method where eigenvalues
-                decide the evidence, else L-BFGS) and "fixed_point" (MacKay: alpha_g = gamma_g / |theta_g - m_g|^2,
-                noise^2 = SSE / (n - gamma), damped). The implicit one has "draws": the same equations, gamma from
-                `samples` draws (expectation and maximisation); one draw is often enough.
-            groups: group the prior anew first: see `lapis.Prior`.
-            noise: tune it too, where there is one. A noise for each output keeps its proportions.
+                determine the evidence, else L-BFGS) and "fixed_point" (MacKay: alpha_g = gamma_g / |theta_g - m_g|^2,
+                noise^2 = SSE / (n - gamma), damped). The implicit one has "draws": the same equations, with gamma
+                estimated from `samples` draws (expectation-maximisation); one draw is often enough.
+            groups: new groups of the prior, set before tuning: see `lapis.Prior`.
+            noise: tune the Gaussian noise too, if there is one. A noise per output keeps its proportions.
             max_iterations: 200 by default, or 10 rounds of draws.
             tolerance: on the relative error of MacKay's equations (gradient, 1e-6 by default), or on the steps in
                 logarithms (fixed point; 0.01 for draws).
-            samples: for "draws", weight vectors that gamma is estimated from, 4 by default.
-            solver: for "draws", "cg" (default) or "sgd": see `ImplicitPosterior.draw`; `batch_size` is of SGD.
+            samples: for "draws", the number of draws from which gamma is estimated, 4 by default.
+            solver: for "draws", "cg" (default) or "sgd": see `ImplicitPosterior.draw`.
+            batch_size: for solver="sgd".
             generator: for "draws"; seeded with 0 when not given.
             progress: show a bar for passes over data; by default on a terminal only.
         """
@@ -141,19 +142,20 @@ class LaplaceFamily(GaussianPosterior):
         max_products: int = 2000,
         start: Tensor | None = None,
     ) -> Self:
-        """The posterior whose evidence is taken at the mode theta* of the tangent linear model; `tangent` tells of it.
+        """The posterior with its evidence taken at the mode theta* of the tangent linear model, held in `tangent`.
 
-        theta* = argmin sum_n l(f_n + J_n (theta - t), y_n) + 1/2 |theta - m|^2_Lambda under the present prior and
-        noise, for the data of the fit. t stays the linearisation point, `mean` and the centre of predictions. Trained
-        networks are seldom at a mode, and with normalisation layers there is none: the evidence at t then misleads.
-        `at_tangent_mode(data).tune()` goes to the joint optimum of theta*, prior and noise.
+        theta* = argmin sum_n l(f_n + J_n (theta - t), y_n) + 1/2 |theta - m|^2_Lambda under the current prior and
+        noise, for the data of the fit. t remains the linearisation point, `mean`, and the centre of predictions.
+        Trained networks are seldom at a mode, and with normalisation layers there is none: the evidence at t is then
+        misleading. `at_tangent_mode(data).tune()` finds the joint optimum of theta*, prior and noise.
 
         Args:
-            data: those of the fit, in any order and batches; implicit posteriors have them already.
-            tolerance: nats, times the loss where that is above one, by which the loss may still fall; by default 1e-16
-                for a float64 network and 1e-5 for float32.
-            max_products: passes over the data, at most, for each theta*.
-            start: weights (P,) to begin from; t when not given, or the prior's mean in the outputs' space.
+            data: the data of the fit, in any order and batches; implicit posteriors hold them already.
+            batch_size: for data that are not batched yet.
+            tolerance: nats (times the loss, if above one) by which the loss may still exceed its minimum; by default
+                1e-16 for a float64 network and 1e-5 for float32.
+            max_products: maximal number of passes over the data for each theta*.
+            start: weights (P,) to start from; by default t, or the prior's mean if solved in the outputs' space.
         """
 
     # changes ---------------------------------------------------------------------------------------
@@ -167,20 +169,20 @@ class LaplaceFamily(GaussianPosterior):
         generator: torch.Generator | None = None,
         progress: bool | None = None,
     ) -> Self:
-        """The posterior that has seen `data` as well: curvature is a sum over data.
+        """The posterior after `data` as well: their curvature is added, as it is a sum over data.
 
-        `generator`: of targets drawn for the sampled Fisher information.
+        `generator` is for targets drawn for the sampled Fisher information.
         """
 
     def _check_prior(self, prior: WeightPrior) -> None:
-        """Refuse a prior that the structure cannot hold; most take any."""
+        """Raise PriorError for a prior that the structure does not support; most support any."""
 
     def _changed(self: Self, **changes: Any) -> Self:
-        """A copy with other fields; what was found for the old ones is dropped."""
+        """A copy with other fields, without `tuning` and `tangent`, which belong to the old ones."""
         return replace(self, **changes, tuning=None, tangent=None)
 
     def _with_sums(self: Self, curvature: Any) -> Self:
-        """A copy with other sums, and what these say about the data."""
+        """A copy with other sums over data, and their number of examples."""
         return self._changed(curvature=curvature, facts=replace(self.facts, n_data=int(curvature.n_data)))
 
     def with_prior(self: Self, prior: Prior | float | Tensor) -> Self:
@@ -195,7 +197,7 @@ class LaplaceFamily(GaussianPosterior):
     def with_noise(self: Self, noise: float | Tensor) -> Self:
         """The posterior under another Gaussian noise (standard deviation); no pass over data."""
         changed = self._changed(likelihood=self.likelihood.with_noise(noise))
-        changed.scale  # noqa: B018  (noise of other proportions is refused here, not at the first use)
+        changed.scale  # noqa: B018  (raises here, not at first use, if the noise has other proportions)
         return changed
 
     def with_temperature(self: Self, temperature: float) -> Self:
@@ -203,7 +205,7 @@ class LaplaceFamily(GaussianPosterior):
         check_temperature(temperature)
         return self._changed(temperature=temperature)
 
-    # telling and keeping ---------------------------------------------------------------------------
+    # summary and files -----------------------------------------------------------------------------
 
     def _summary(self, evidence: str, gamma: str, choices: Sequence[str]) -> str:
         precision = self.weight_prior.precision.detach()
@@ -242,7 +244,7 @@ class LaplaceFamily(GaussianPosterior):
 
     @staticmethod
     def _fields(state: State, network: Network, likelihood: Likelihood, facts: Facts) -> dict[str, Any]:
-        """The fields that every structure has, from a state."""
+        """The fields shared by all structures, from a state."""
         config, tensors = state.config, state.tensors
         fitted = likelihood if likelihood.name == "custom" else from_config(config["fitted_likelihood"])
         prior = WeightPrior(
@@ -269,7 +271,7 @@ class LaplaceFamily(GaussianPosterior):
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse what is no positive number."""
+    """Raise OptionError unless the temperature is a positive number."""
     if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
         raise OptionError(
             "Bad temperature", expected="a positive number", got=repr(temperature), do="use 1 for Bayes' rule"
@@ -277,7 +279,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def refuse_options(reason: str, **options: Any) -> None:
-    """Refuse options that were given but have no meaning here: none is accepted and ignored."""
+    """Raise OptionError for options that were given but have no effect here."""
     for name, value in options.items():
         if value is not None:
             raise OptionError(reason, expected=f"{name}=None", got=repr(value), do=f"leave {name} out")

@@ -20,7 +20,7 @@ from lapis.curvature.plan import PLANNING_EXAMPLES, planned_tape
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.curvature.sums import Curvature
 from lapis.curvature.tape import Tape
-from lapis.errors import DataError, LapisWarning, OptionError
+from lapis.errors import LapisWarning, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, Weights
@@ -35,7 +35,7 @@ from lapis.solvers import Operator
 log = logging.getLogger("lapis")
 
 MANY_OUTPUTS = 256
-"""Above this many outputs an example (positions included) curvature="ggn" samples the Fisher information instead."""
+"""Above this many outputs per example (positions included) curvature="ggn" samples the Fisher information instead."""
 
 CURVATURES = {
     "ggn": "ggn",
@@ -109,7 +109,7 @@ def laplace(
     q(theta) = N(t, A^-1), A = sum_n J_n^T H_n J_n / temperature + Lambda, at the trained weights t.
 
     Args:
-        model: any module; it comes back exactly as it was. Curvature is taken in evaluation mode.
+        model: any module; it is left unchanged. Curvature is computed in evaluation mode.
         data: a DataLoader, a Dataset, a pair (inputs, targets), or an iterable of such batches. Inputs may be a tensor,
             a tuple (positional arguments) or a dictionary (keywords).
         likelihood: "regression", "classification", "binary", "poisson", "heteroscedastic", or a `Likelihood`.
@@ -122,12 +122,14 @@ def laplace(
             (Fisher information from `fisher_samples` drawn targets), "empirical", or "hessian" (dense only). The
             lowrank and implicit structures are always exact.
         temperature: the likelihood enters as p(D | theta)^(1 / temperature).
-        sharing: how Kronecker factors treat positions that share weights: each an example, or merged first.
-        bias: whether a bias is correlated with its weights in the Kronecker posterior, or independent of them.
+        sharing: how Kronecker factors treat positions that share weights: "expand" treats each position as an example,
+            "reduce" merges an example's positions first (mean input, summed gradient).
+        bias: whether a bias is correlated with its weights in the Kronecker posterior ("joint"), or not ("separate").
+        fisher_samples: targets drawn per example for the sampled Fisher information.
         rank: eigenpairs of the lowrank structure; when None, all above a hundredth of the smallest prior precision.
         generator: source of randomness for sampled curvature; seeded with 0 when not given.
         batch_size: for data that are not batched yet.
-        memory_budget: bytes; work is cut to fit, and refused before it starts when it cannot.
+        memory_budget: bytes; work is split to fit, and MemoryBudgetError is raised at the start if it cannot fit.
         progress: show a progress bar; by default on a terminal only.
 
     >>> import torch, lapis
@@ -142,9 +144,7 @@ def laplace(
     chosen_prior = as_prior(prior)
     probe = Network(model)
     stream, total = batches(data, dtype=probe.dtype, device=probe.device, batch_size=batch_size)
-    first = next(stream, None)
-    if first is None:
-        raise DataError("There is no data", expected="at least one example", got="empty batches", do="check the loader")
+    first = next(stream)  # an error says so where there is none
     few = take(first.inputs, 0, min(len(first), PLANNING_EXAMPLES))
     network = probe if isinstance(weights, str) and weights == "all" else Network(model, weights, example=few)
     network.example = few
@@ -154,7 +154,7 @@ def laplace(
     weights_now, fingerprint = network.flat(), network.fingerprint()
 
     def common(curvature: Curvature | ImplicitCurvature) -> dict[str, Any]:
-        """What posteriors of every structure hold."""
+        """The fields shared by posteriors of all structures."""
         return {
             "network": network,
             "likelihood": likelihood,
@@ -172,7 +172,7 @@ def laplace(
         with naming(f"batch {first.index}"):
             if chosen == "implicit":
                 tape = Tape(network, likelihood.canonical)
-                outputs = tape.record(few).f  # proves that an example's output is its own
+                outputs = tape.record(few).f  # checks that an example's output does not depend on other examples
             else:
                 tape, outputs = planned_tape(network, likelihood.canonical, first.inputs)
             likelihood.check_outputs(outputs)
@@ -247,12 +247,12 @@ class _Fit:
         )
 
     def implicit(self) -> ImplicitCurvature:
-        """The GGN by its products; the data are kept."""
+        """The GGN through its products; the data are kept."""
         signature = self.network.signature or ""
         return ImplicitCurvature(self.network, self.likelihood, list(self.stream), signature, self.memory_budget)
 
     def low_rank(self, curvature: Curvature, rank: int | None, generator: torch.Generator) -> str:
-        """Fill the block with the leading eigenpairs, and say how many and why."""
+        """Fill the block with the leading eigenpairs; returns a note on their number and how it was chosen."""
         products, network = self.implicit(), self.network
         precision = float(self.prior.vector().detach().min())
         operator = Operator(products.product, network.size, network.dtype, network.device, "symmetric")
@@ -280,12 +280,12 @@ class _Fit:
         return found.note
 
 
-def _check_structure(chosen: Structure, asked: str, curvature: str, rank: int | None) -> None:
+def _check_structure(chosen: Structure, requested: str, curvature: str, rank: int | None) -> None:
     if CURVATURES[curvature] == "hessian" and chosen != "dense":
         raise OptionError(
             "The Hessian is available for the dense structure only",
             expected='structure="dense"',
-            got=f"structure={asked!r}, which is {chosen}",
+            got=f"structure={requested!r}, which is {chosen}",
             do='use curvature="ggn", or structure="dense" on fewer weights',
         )
     if chosen in MATRIX_FREE and CURVATURES[curvature] != "ggn":
@@ -299,7 +299,7 @@ def _check_structure(chosen: Structure, asked: str, curvature: str, rank: int | 
         raise OptionError(
             "A rank has no meaning here",
             expected='rank=None, or structure="lowrank"',
-            got=f"rank={rank} with structure={asked!r}, which is {chosen}",
+            got=f"rank={rank} with structure={requested!r}, which is {chosen}",
             do="leave rank out",
         )
 

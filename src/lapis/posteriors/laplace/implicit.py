@@ -1,4 +1,4 @@
-"""The exact Laplace posterior of a network of any size: nothing is stored but the data, everything is a solve."""
+"""The exact Laplace posterior of a network of any size: it stores only the data, and every quantity takes solves."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from lapis.solvers import (
 )
 
 BLOCKS = 12
-"""Blocks of vectors that a solve holds at its peak, products included."""
+"""Peak memory of a solve, products included, in multiples of its block of vectors."""
 
 MOST_VECTORS = 64
-"""Vectors solved for together, when memory allows it."""
+"""Maximal number of vectors solved for together."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImplicitPosterior(LaplaceFamily):
-    """N(mean, (scale * GGN + prior)^-1) with the exact GGN of the data, by products and solves over them.
+    """N(mean, (scale * GGN + prior)^-1) with the exact GGN of the data, through products and solves.
 
-    Made by `lapis.laplace(..., structure="implicit")`. The data and the network's outputs for them stay in memory. What
-    other posteriors know in closed form is here a solve (`solve`, `sample`, `functional_variance`: exact to the
-    solver's tolerance) or an estimate with its standard error (`log_evidence_estimate`,
-    `effective_parameters_estimate`); `draw` makes a posterior of K weight vectors, whose predictions are cheap.
+    Made by `lapis.laplace(..., structure="implicit")`. The data and the network's outputs for them stay in memory.
+    Quantities that other posteriors have in closed form take a solve here (`solve`, `sample`, `functional_variance`:
+    exact to the solver's tolerance), or are estimates with a standard error (`log_evidence_estimate`,
+    `effective_parameters_estimate`). `draw` returns a posterior of K weight vectors, whose predictions are cheap.
 
     >>> import torch, lapis
     >>> x = torch.linspace(-1, 1, 20, dtype=torch.float64)[:, None]
@@ -73,7 +73,7 @@ class ImplicitPosterior(LaplaceFamily):
 
     @property
     def space(self) -> Space:
-        """Where systems are solved: in the outputs' space when examples x outputs are fewer than weights."""
+        """The space in which systems are solved; by default "outputs" if examples x outputs are fewer than weights."""
         if self.solver.space != "auto":
             return self.solver.space
         return "outputs" if self.curvature.rows < self.n_weights else "weights"
@@ -95,7 +95,7 @@ class ImplicitPosterior(LaplaceFamily):
 
     @cached_property
     def gaussian(self) -> ImplicitGaussian:
-        """N(0, A^-1)."""
+        """N(0, A^-1) under the current prior and noise, with the solver's settings."""
         other, preconditioner = self.solver.preconditioner, None
         if other is not None:
             stored = replace(
@@ -123,7 +123,7 @@ class ImplicitPosterior(LaplaceFamily):
         )
 
     def solved(self, solved: Solved) -> Tensor:
-        """The vectors, after a warning when they are not what was asked for."""
+        """The solution vectors; warns if the solver did not converge."""
         if not bool(solved.result.converged.all()):
             worst = float(solved.result.relative_residuals.max())
             warnings.warn(
@@ -138,14 +138,14 @@ class ImplicitPosterior(LaplaceFamily):
     # over weights ----------------------------------------------------------------------------------
 
     def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draws of the weights, (samples, P), each an exact perturb-and-solve. Without a generator those of seed 0."""
+        """Draws of the weights, (samples, P), by exact perturb-and-solve. The default generator has seed 0."""
         self.check_network()
         source = self.source(samples, generator)
         noise = [drawing.white(self, source) for _ in range(samples)]
         parts = []
         for start in range(0, samples, self.vectors_at_once()):
-            some = noise[start : start + self.vectors_at_once()]
-            white, rows = torch.stack([e for e, _ in some]), torch.stack([u for _, u in some])
+            group = noise[start : start + self.vectors_at_once()]
+            white, rows = torch.stack([e for e, _ in group]), torch.stack([u for _, u in group])
             parts.append(self.solved(self.gaussian.draws(white, rows)))
         return torch.cat(parts).add_(self.mean)
 
@@ -159,8 +159,8 @@ class ImplicitPosterior(LaplaceFamily):
     def marginal_variance_estimate(self, *, probes: int = 64, generator: torch.Generator | None = None) -> Estimate:
         """The variance of each weight, (P,) float64, with its standard error: one solve for each of `probes` >= 2.
 
-        By Hutchinson's estimator: where the posterior correlates a weight with no other it is exact, so that weights of
-        which the data say nothing have their prior variance.
+        By Hutchinson's estimator, which is exact for weights uncorrelated with all others: weights that the data do not
+        determine get their prior variance.
         """
         self.check_network()
         operator = Operator(self.solve, self.n_weights, torch.float64, self.network.device)
@@ -182,30 +182,30 @@ class ImplicitPosterior(LaplaceFamily):
         checkpoint: str | os.PathLike[str] | None = None,
         progress: bool | None = None,
     ) -> DrawnPosterior:
-        """K draws of the posterior as a posterior of their own, whose predictions take K Jacobian-vector products.
+        """A posterior that consists of K draws of this one; its predictions take K Jacobian-vector products.
 
         z = argmin 1/2 sum_n |S_n^T J_n z - u_n|^2 + 1/2 |z - z0|^2_Lambda, u ~ N(0, I), z0 ~ N(0, Lambda^-1), is
         exactly a draw of N(0, A^-1).
 
         Args:
-            samples: how many, K.
+            samples: the number of draws, K.
             solver: "cg" solves for z to the solver's tolerance, over all data; "sgd" descends on minibatches, by
                 Nesterov's method with momentum 0.9 and an average over the last half of the iterates.
-            objective: of SGD. "low_noise" (default) moves u out of the data term, into
-                z0 + Lambda^-1 sum_n J_n^T S_n u_n: the same minimiser, at far smaller noise in the gradients.
+            objective: of SGD. "low_noise" (default) moves u from the data term into the prior's centre,
+                z0 + Lambda^-1 sum_n J_n^T S_n u_n: the same minimiser, with far less noise in the gradients.
                 "noisy": as written above.
-            epochs: of SGD, 20 when not given.
-            batch_size: of SGD, 128 when not given; data are shuffled into minibatches once, their order in each epoch.
-            learning_rate: of SGD, in units of the prior; half of the largest stable one when not given.
-            clip: gradients of SGD longer than this are shortened, in the same units.
-            generator: of the draws; seeded with 0 when not given. The same seed gives both methods and both objectives
-                the same draws, up to their errors.
-            checkpoint: a file that keeps what is done, written now and then and when interrupted. With the same
-                arguments the draw goes on from there: SGD to the same numbers but for the rounding of products, CG
-                to the same tolerance.
+            epochs: of SGD, 20 by default.
+            batch_size: of SGD, 128 by default. Data are divided into minibatches once, visited in a new random order
+                in each epoch.
+            learning_rate: of SGD, in units of the prior; by default half of the largest stable one.
+            clip: of SGD: the norm to which longer gradients are shortened, in units of the prior.
+            generator: source of randomness; seeded with 0 by default. Both solvers and both objectives give the same
+                draws for the same seed, up to their errors.
+            checkpoint: a file to save progress in, at intervals and when interrupted. A call with the same arguments
+                resumes from it: SGD gives the same numbers up to the rounding of products, CG the same tolerance.
             progress: show a bar; by default on a terminal only.
 
-        Memory: about 7 blocks of (K, P) in the network's dtype for SGD and 8 for CG, beside the network's own.
+        Memory: about 7 blocks of (K, P) in the network's dtype for SGD and 8 for CG, besides the network's own.
         """
         self.check_network()
         chosen = drawing.options(samples, solver, objective, epochs, batch_size, learning_rate, clip)
@@ -263,7 +263,7 @@ class ImplicitPosterior(LaplaceFamily):
         generator: torch.Generator | None = None,
         progress: bool | None = None,
     ) -> Estimate:
-        """gamma = tr(A^-1 (A - Lambda)), by the same quadrature as the evidence, with its standard error."""
+        """gamma = tr(A^-1 (A - Lambda)), by the same quadrature as the evidence, with a standard error."""
         return self._quadrature(probes, steps, generator, progress).trace(lambda t: 1 - 1 / t)
 
     def summary(self) -> str:
@@ -292,7 +292,10 @@ class ImplicitPosterior(LaplaceFamily):
         """See `LaplaceFamily.tune`; call `draw` afterwards for a posterior to predict with."""
         self.check_network()
         check_choice("method", "draws" if method is None else method, ("draws",))
-        count = 4 if samples is None else samples
+        if solver != "sgd":
+            refuse_options("Conjugate gradients see all data", batch_size=batch_size)
+        count, rounds = 4 if samples is None else samples, 10 if max_iterations is None else max_iterations
+        check_count("max_iterations", rounds)
         source = self.source(count, generator)
         posterior = self if groups is None else regrouped(self, groups)
         return tuning_by_draws.tune(
@@ -301,7 +304,7 @@ class ImplicitPosterior(LaplaceFamily):
             solver="cg" if solver is None else solver,
             batch_size=128 if batch_size is None else batch_size,
             noise=noise,
-            rounds=10 if max_iterations is None else max_iterations,
+            rounds=rounds,
             tolerance=0.01 if tolerance is None else tolerance,
             generator=source,
             progress=progress,
@@ -316,22 +319,24 @@ class ImplicitPosterior(LaplaceFamily):
         max_products: int = 2000,
         start: Tensor | None = None,
     ) -> ImplicitPosterior:
-        """See `LaplaceFamily.at_tangent_mode`; `data` may be left out, and are otherwise compared with those kept.
+        """See `LaplaceFamily.at_tangent_mode`; `data` may be left out, and are otherwise checked against those held.
 
         Each step of Newton's method is solved with the prior as preconditioner.
         """
         self.check_network()
-        if data is not None:
+        if data is None:
+            refuse_options("The data are in their batches already", batch_size=batch_size)
+        else:
             same_batches(data, self.network, self.curvature.digest, self.n_data, batch_size)
         problem = tuning_by_draws.tangent_problem(self, tolerance, max_products)
         mode = tuning_by_draws.tangent_mode(self, problem, problem.begin(start))
         return checked(replace(self, tangent=mode))
 
     def g_prior(self, g: float = 1.0, *, samples: int = 64, generator: torch.Generator | None = None) -> Prior:
-        """A prior of precision g diag(GGN) / N: every weight's step counts by what it does to the outputs.
+        """A prior with precision g diag(GGN) / N: a weight's precision is proportional to its effect on the outputs.
 
         It makes the posterior independent of how weights are scaled, with one number g to tune. The diagonal is the
-        mean square of `samples` vectors J^T S u, u ~ N(0, I): right to a factor 1 +- sqrt(2 / samples) in each entry.
+        mean square of `samples` vectors J^T S u, u ~ N(0, I): its entries have relative errors of sqrt(2 / samples).
         """
         return tuning_by_draws.g_prior(self, g, samples, self.source(samples, generator))
 
@@ -358,7 +363,7 @@ class ImplicitPosterior(LaplaceFamily):
     # predictions -----------------------------------------------------------------------------------
 
     def _outputs(self, inputs: Inputs, kind: LatentKind) -> LatentGaussian:
-        """One solve for every output of every example; `draw` is cheaper for many inputs."""
+        """By one solve for every output of every example; `draw` is cheaper for many inputs."""
         return by_solves(
             self.network,
             self.likelihood.canonical,
@@ -372,14 +377,14 @@ class ImplicitPosterior(LaplaceFamily):
     # files -----------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """The family's, and the solver's settings; the data are not written."""
+        """The family's state and the solver's settings, without the data and the preconditioner."""
         state, solver = super().state(), self.solver
         chosen = {name: getattr(solver, name) for name in ("space", "tolerance", "max_iterations", "mode")}
         return State(state.config | {"solver": chosen}, state.tensors)
 
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> ImplicitPosterior:
-        """The posterior of the data given, once it is certain that they are those of the fit."""
+        """The posterior with `state.data`; DataError unless their fingerprint is that of the data of the fit."""
         fields = cls._fields(state, network, likelihood, facts)
         held = same_batches(state.data, network, state.config["digest"], facts.n_data, None)
         fitted = fields["fitted_likelihood"]

@@ -1,4 +1,4 @@
-"""The data of the fit, given once more: for the tangent model, and for posteriors that consist of their data."""
+"""Checks that data passed again are those of the fit: for the tangent model, and for loading implicit posteriors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lapis.network import Network
 
 
 def same_batches(data: Any, network: Network, fingerprint: int, n_data: int, batch_size: int | None) -> list[Batch]:
-    """The batches of `data`, once it is certain by their fingerprint that they are those of the fit."""
+    """The batches of `data`; DataError unless their fingerprint is that of the data of the fit."""
     if data is None:
         raise DataError(
             "The data of the fit are needed again",

@@ -1,4 +1,4 @@
-"""How systems with the precision of an implicit posterior are solved."""
+"""Settings of the solver of implicit posteriors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Literal
 
 import torch
 
-from lapis.options import check_choice
+from lapis.errors import OptionError
+from lapis.options import check_choice, check_count
 from lapis.posteriors.laplace.stored import LaplacePosterior
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
-"""Relative residuals that solves go to when no tolerance is given."""
+"""Default tolerances on the relative residual of a solve."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,10 @@ class Solver:
         space: "weights" (P unknowns), "outputs" (examples x outputs unknowns), or "auto": the smaller one.
         tolerance: on |A x - b| / |b|; 1e-10 for a float64 network and 1e-5 for float32 when None.
         max_iterations: of conjugate gradients.
-        preconditioner: a posterior of the same network and data in a stored structure, best "kronecker"; it follows
-            the prior. For the weights' space.
+        preconditioner: a posterior of the same network and data in a stored structure, preferably "kronecker"; it is
+            updated with the prior. For space "weights" only.
         mode: how Jacobian products are computed: one of `lapis.curvature.products.modes`, or "fastest", which times
-            them on this machine. None follows a fixed rule, so that results do not depend on the machine's load.
+            them on this machine. None applies a fixed rule, so that results do not depend on the machine's load.
     """
 
     space: Literal["auto", "weights", "outputs"] = "auto"
@@ -36,3 +37,11 @@ class Solver:
 
     def __post_init__(self) -> None:
         check_choice("space", self.space, ("auto", "weights", "outputs"))
+        check_count("max_iterations", self.max_iterations)
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise OptionError(
+                "Bad tolerance",
+                expected="a number between 0 and 1",
+                got=repr(self.tolerance),
+                do="leave it out, or pass 1e-6",
+            )

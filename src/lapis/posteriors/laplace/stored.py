@@ -1,4 +1,4 @@
-"""The Laplace posterior: a Gaussian over weights, centred on the trained ones, with curvature + prior as precision."""
+"""The Laplace posterior with stored curvature: dense, diagonal, Kronecker-factored or low-rank blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lapis.errors import MemoryBudgetError
 from lapis.evidence import Training
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.options import check_choice
+from lapis.options import check_choice, check_count
 from lapis.posteriors.laplace import tuning_by_evidence as tuning
 from lapis.posteriors.laplace.family import LaplaceFamily, refuse_options
 from lapis.posteriors.posterior import Facts, LatentKind, State
@@ -34,11 +34,11 @@ from lapis.priors import Groups, WeightPrior
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LaplacePosterior(LaplaceFamily):
-    """N(mean, (scale * curvature + prior)^-1) over the chosen weights; a value: methods return new posteriors.
+    """N(mean, (scale * curvature + prior)^-1) over the chosen weights. Immutable: methods return new posteriors.
 
-    Made by `lapis.laplace`. `choices` says what was decided on the user's behalf, `tuning` how the last `tune` went,
-    `tangent` the mode of the tangent model when the evidence is taken there (`at_tangent_mode`),
-    `training` how `lapis.train` went.
+    Made by `lapis.laplace`. `choices` lists decisions made on the user's behalf, `tuning` is the record of the last
+    `tune`, `tangent` the mode of the tangent model if the evidence is taken there (`at_tangent_mode`), and `training`
+    the record of `lapis.train`.
     """
 
     kind: ClassVar[str] = "laplace"
@@ -47,7 +47,7 @@ class LaplacePosterior(LaplaceFamily):
     choices: tuple[str, ...] = ()
     training: Training | None = None
 
-    # what it is ------------------------------------------------------------------------------------
+    # blocks ----------------------------------------------------------------------------------------
 
     @cached_property
     def gaussians(self) -> list[BlockGaussian]:
@@ -55,18 +55,18 @@ class LaplacePosterior(LaplaceFamily):
         return [block.gaussian(self.weight_prior, self.scale) for block in self.curvature.blocks]
 
     def spectrum(self) -> GroupedSpectrum | None:
-        """Eigenvalues of the curvature by prior group, where they are known and decide the log-determinant."""
+        """Eigenvalues of the curvature by prior group; None where they do not determine the log-determinant."""
         return grouped_spectrum(self.curvature.blocks, self.weight_prior)
 
     def summary(self) -> str:
-        """A few lines: size, structure, prior, evidence, and choices made."""
+        """A few lines: size, structure, prior, evidence, and automatic choices."""
         evidence = f"{float(self.log_evidence().detach()):.4f}"
         return self._summary(evidence, f"{float(self.effective_parameters().detach()):.2f}", self.choices)
 
     # over weights ----------------------------------------------------------------------------------
 
     def _to_flat(self, parts: list[Tensor]) -> Tensor:
-        """Vectors (..., size) of each block -> (..., P)."""
+        """A flat vector (..., P) from one vector (..., size) per block."""
         flat = parts[0].new_empty(*parts[0].shape[:-1], self.n_weights)
         for block, part in zip(self.curvature.blocks, parts, strict=True):
             for site, piece in zip(
@@ -76,7 +76,7 @@ class LaplacePosterior(LaplaceFamily):
         return flat
 
     def _to_blocks(self, vectors: Tensor) -> list[Tensor]:
-        """(..., P) -> (..., size) for each block."""
+        """The inverse of `_to_flat`: one vector (..., size) per block from a flat vector (..., P)."""
         return [
             torch.cat([site.gather(vectors, self.network).flatten(vectors.dim() - 1) for site in block.sites], -1)
             for block in self.curvature.blocks
@@ -85,10 +85,10 @@ class LaplacePosterior(LaplaceFamily):
     def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
         """Draws of the weights, (samples, P); `lapis.unflatten` turns them into parameter dictionaries.
 
-        Without a generator the draws are those of seed 0.
+        The default generator has seed 0.
         """
         source = self.source(samples, generator)
-        # drawn one by one, so that several draws at once and in turn are the same
+        # noise drawn one by one, so that one call with n samples and n calls with one give the same draws
         noise = torch.stack([white_noise(self.network, source) for _ in range(samples)])
         parts = torch.split(noise, [block.size for block in self.curvature.blocks], -1)
         draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self.gaussians, parts, strict=True)]
@@ -121,7 +121,7 @@ class LaplacePosterior(LaplaceFamily):
     # evidence --------------------------------------------------------------------------------------
 
     def _logdet(self) -> Tensor:
-        """log |A|, on eigenvalues where these are at hand."""
+        """log |A|, from eigenvalues where these are available."""
         spectrum = self.spectrum()
         total = None if spectrum is None else spectrum.logdet(self.weight_prior.precision, self.scale)
         if total is not None and bool(torch.isfinite(total)):
@@ -129,12 +129,12 @@ class LaplacePosterior(LaplaceFamily):
         return torch.stack([gaussian.logdet() for gaussian in self.gaussians]).sum()
 
     def effective_parameters(self, *, per_group: bool = False) -> Tensor:
-        """gamma = tr(A^-1 (A - Lambda)): how many weights the data determine; in all, or for each prior group."""
+        """gamma = tr(A^-1 (A - Lambda)): the number of weights determined by the data, in total or per prior group."""
         prior = self.weight_prior
-        kept = 1 - prior.vector() * self._to_flat([gaussian.variance() for gaussian in self.gaussians])
+        determined = 1 - prior.vector() * self._to_flat([gaussian.variance() for gaussian in self.gaussians])
         if not per_group:
-            return kept.sum()
-        return torch.zeros_like(prior.precision).index_add(0, prior.group_index(), kept)
+            return determined.sum()
+        return torch.zeros_like(prior.precision).index_add(0, prior.group_index(), determined)
 
     def tune(
         self,
@@ -150,7 +150,7 @@ class LaplacePosterior(LaplaceFamily):
         generator: torch.Generator | None = None,
         progress: bool | None = None,
     ) -> LaplacePosterior:
-        """See `LaplaceFamily.tune`; at t no pass over data is made."""
+        """See `LaplaceFamily.tune`. Needs no pass over data, unless the evidence is taken at the tangent mode."""
         chosen = "gradient" if method is None else method
         check_choice("method", chosen, ("gradient", "fixed_point"))
         refuse_options(
@@ -161,6 +161,7 @@ class LaplacePosterior(LaplaceFamily):
             generator=generator,
         )
         iterations = 200 if max_iterations is None else max_iterations
+        check_count("max_iterations", iterations)
         return tuning.tune(self, chosen, groups, noise, iterations, tolerance)
 
     def at_tangent_mode(
@@ -180,8 +181,8 @@ class LaplacePosterior(LaplaceFamily):
     def solve(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (P,) or (k, P), float64."""
         parts = self._to_blocks(vectors.double().reshape(-1, self.n_weights))
-        found = self._to_flat([gaussian.solve(part) for gaussian, part in zip(self.gaussians, parts, strict=True)])
-        return found.reshape(vectors.shape)
+        solved = self._to_flat([gaussian.solve(part) for gaussian, part in zip(self.gaussians, parts, strict=True)])
+        return solved.reshape(vectors.shape)
 
     # changes ---------------------------------------------------------------------------------------
 
@@ -218,8 +219,8 @@ class LaplacePosterior(LaplaceFamily):
     def quick_draws(
         self, samples: int, generator: torch.Generator, inputs: Inputs
     ) -> Iterable[Mapping[str, Tensor]] | None:
-        """Networks whose wide matrices are never formed."""
-        if self.network.indices:  # parameters chosen in part are put together anew for every draw
+        """Draws whose wide matrices are not formed (see `DrawnNetwork`)."""
+        if self.network.indices:  # parameters chosen in part would have to be reassembled for every draw
             return None
         drawn = DrawnNetwork(self.network, self.curvature.blocks, self.gaussians, self.mean, inputs)
         return (drawn.draw(generator) for _ in range(samples))
@@ -230,7 +231,7 @@ class LaplacePosterior(LaplaceFamily):
     # files -----------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """The family's, and the sums of every block."""
+        """The family's state, and the sums of every block."""
         state, sums = super().state(), self.curvature
         blocks = {f"block.{i}.{name}": t for i, block in enumerate(sums.blocks) for name, t in block.state().items()}
         options: dict[str, str] = {}
@@ -250,7 +251,7 @@ class LaplacePosterior(LaplaceFamily):
 
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> LaplacePosterior:
-        """Blocks filled with their sums, and the tape that they belong to."""
+        """Rebuild the tape from its stored plan, and fill the blocks with their sums."""
         config, tensors = state.config, state.tensors
         options = config["options"]
         tape = Tape(network, likelihood.canonical)

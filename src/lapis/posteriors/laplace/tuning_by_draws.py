@@ -1,16 +1,16 @@
-"""Tuning a prior from draws alone, when the evidence is out of reach: expectation and maximisation in turn.
+"""Tuning the prior of an implicit posterior from draws, without the evidence: expectation-maximisation.
 
-    E: draws z_k of N(0, A^-1) under the present prior, and gamma from them
+    E: draws z_k of N(0, A^-1) under the current prior, and gamma from them
     M: alpha_g <- gamma_g / |theta_g - m_g|^2,  noise^2 <- SSE / (n - gamma),  theta at the tangent model's mode or at t
 
-With one group gamma = mean_k sum_n |J_n z_k|^2_H: how far the draws' outputs spread, in units of the noise. Else
-gamma_g = mean_k |e_kg|^2 - alpha_g |z_kg|^2, e being the white noise behind z's prior part: its mean is the same
-P_g - alpha_g E|z_g|^2, and where the data say nothing the two cancel exactly. (z_g . (GGN z)_g has that mean as well,
-but groups that trade off make it large and of either sign.) Gamma is kept within [1, P_g - 1],
-and below the rank of G. The white noise is drawn once and rescaled with the prior, and every solve starts from the last
-one, so that later rounds are cheap and the iteration x <- g(x) in x = log alpha has a limit. At theta* it tends to
-overshoot, on an uninformative prior to creep; from the second round on each group steps by (g(x) - x) / (1 - s), with s
-the slope of g between the last two rounds.
+With one group gamma = mean_k sum_n |J_n z_k|^2_H: the variance of the draws' outputs in units of the noise. Otherwise
+gamma_g = mean_k |e_kg|^2 - alpha_g |z_kg|^2, where e is the white noise of z's prior part: its expectation is
+P_g - alpha_g E|z_g|^2, and for weights that the data do not determine the two terms cancel exactly. (z_g . (GGN z)_g
+has the same expectation, but is large and of either sign when groups compensate each other.) Gamma is clipped to
+[1, P_g - 1], and to at most the number of rows of G. The white noise is drawn once and rescaled with the prior, and
+every solve starts from the previous solution, so that later rounds are cheap and the iteration x <- g(x) in
+x = log alpha has a limit. At theta* it tends to overshoot, and with an uninformative prior to be slow; so from the
+second round on each group steps by (g(x) - x) / (1 - s), with s the slope of g between the last two rounds.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ if TYPE_CHECKING:
     from lapis.posteriors.laplace.implicit import ImplicitPosterior
 
 SGD_EPOCHS = 10
-"""Epochs of SGD in each round; the first takes twice as many."""
+"""Epochs of SGD in each round; twice as many in the first."""
 
 ENDS = LARGEST_LOG * (1 - 1e-9)
+"""Precisions with a larger |log| count as having reached the end of their range."""
+
 SHORTEST, LONGEST = 0.4, 2.0
-"""Bounds of 1 / (1 - s): slopes from -1.5 to 0.5 are made up for entirely."""
+"""Bounds of 1 / (1 - s): slopes from -1.5 to 0.5 are corrected fully."""
 
 FLOOR = 1e-6
-"""Least scale of a g-prior, relative to the mean one: weights that no output depends on have no curvature."""
+"""Smallest scale of a g-prior, relative to the mean: weights that no output depends on have no curvature."""
 
 
 class Draws:
-    """Draws under a prior that changes: the same white noise, warm starts."""
+    """Draws under a changing prior: always from the same white noise, with warm starts."""
 
     def __init__(self, posterior: ImplicitPosterior, samples: int, solver: str, batch_size: int, seed: int) -> None:
         check_choice("solver", solver, ("cg", "sgd"))
@@ -62,7 +64,7 @@ class Draws:
         self.pulled = posterior.curvature.root_transposed(self.rows) if posterior.space == "weights" else None
 
     def under(self, posterior: ImplicitPosterior, progress: bool | None) -> Tensor:
-        """z, (k, P), of N(0, A^-1)."""
+        """Draws z (k, P) of N(0, A^-1) under the posterior's current prior and noise."""
         if self.descent is not None:
             return self._descended(posterior, self.descent, progress)
         gaussian = posterior.gaussian
@@ -164,7 +166,7 @@ def tune(
         )
     if not converged:
         warnings.warn(
-            f"Tuning from draws was still moving: {reason}. Raise rounds, or tolerance ({tolerance:g}).",
+            f"Tuning from draws was still moving: {reason}. Raise max_iterations, or tolerance ({tolerance:g}).",
             LapisWarning,
             stacklevel=3,
         )
@@ -172,7 +174,7 @@ def tune(
 
 
 def _stretch(before: tuple[Tensor, Tensor] | None, here: Tensor, there: Tensor) -> Tensor:
-    """1 / (1 - s) for each group, given x and g(x) of this round and of the one before."""
+    """1 / (1 - s) for each group, given x and g(x) of this round (`here`, `there`) and of the previous one."""
     if before is None:
         return torch.ones_like(here)
     step = here - before[0]
@@ -186,7 +188,7 @@ def _spread(posterior: ImplicitPosterior, z: Tensor) -> Tensor:
 
 
 def _with(posterior: ImplicitPosterior, precision: Tensor, base: Tensor | None, factor: float) -> ImplicitPosterior:
-    """The posterior under other hyperparameters; at theta*, with its own."""
+    """The posterior under other hyperparameters; theta*, if used, is recomputed for them."""
     changes: dict[str, Any] = {
         "prior": replace(posterior.prior, precision=precision),
         "weight_prior": posterior.weight_prior.with_precision(precision),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lapis.posteriors.laplace.stored import LaplacePosterior
 
 ROWS_BYTES = 2**29
-"""Most memory that the Jacobian's rows take in the search for theta* by products, which multiplies with them often."""
+"""Memory limit for storing the Jacobian's rows in the search for theta*, which multiplies by them often."""
 
 Fitted = TypeVar("Fitted", bound="LaplaceFamily")
 
@@ -59,7 +59,7 @@ def tune(
 
 
 def checked(posterior: Fitted) -> Fitted:
-    """The posterior itself, after a warning when theta* was not found to the tolerance asked for."""
+    """The posterior itself; warns if theta* was not found to the requested tolerance."""
     mode = posterior.tangent
     if mode is not None and not mode.converged:
         warnings.warn(
@@ -72,7 +72,7 @@ def checked(posterior: Fitted) -> Fitted:
 
 
 def spectral_evidence(posterior: LaplacePosterior, noise: bool) -> Evaluate | None:
-    """The evidence on the curvature's eigenvalues; None where they do not decide it, or theta* moves with the prior."""
+    """The evidence from the curvature's eigenvalues; None if they do not determine it, or theta* is used."""
     prior = posterior.weight_prior
     if posterior.tangent is not None:
         return None
@@ -99,7 +99,7 @@ def spectral_evidence(posterior: LaplacePosterior, noise: bool) -> Evaluate | No
 
 
 def candidates(posterior: LaplacePosterior, count: int, noise: bool) -> Callable[[Tensor], LaplacePosterior]:
-    """The posterior as a function of its hyperparameters; at theta*, every candidate finds its own, warm-started."""
+    """The posterior as a function of its hyperparameters; theta*, if used, is recomputed from the latest one."""
     base = posterior.likelihood.noise if noise else None
     latest = posterior.tangent
     if latest is not None and latest.problem is None:
@@ -131,7 +131,7 @@ def at_mode(
     problem: TangentProblem | None,
     start: TangentMode | None = None,
 ) -> LaplacePosterior:
-    """The posterior with theta* under its own prior and noise."""
+    """The posterior with `tangent` computed under its own prior and noise."""
     assert problem is not None
     with torch.no_grad():
         frozen = _detached(posterior)
@@ -146,7 +146,7 @@ def at_mode(
 
 
 def _detached(posterior: LaplacePosterior) -> LaplacePosterior:
-    """The same posterior with no graph behind prior and noise."""
+    """The posterior with prior precision and noise detached from autograd's graph."""
     prior = posterior.weight_prior.with_precision(posterior.weight_prior.precision.detach())
     noise = posterior.likelihood.noise
     likelihood = posterior.likelihood if noise is None else posterior.likelihood.with_noise(noise.detach())
@@ -156,7 +156,7 @@ def _detached(posterior: LaplacePosterior) -> LaplacePosterior:
 def tangent_problem(
     posterior: LaplacePosterior, data: Any, batch_size: int | None, tolerance: float | None, max_products: int
 ) -> TangentProblem:
-    """The tangent model of the data that the posterior was fitted to; other data are refused."""
+    """The tangent model for the data of the fit; DataError for other data."""
     network = posterior.network
     held = same_batches(data, network, posterior.curvature.digest, posterior.n_data, batch_size)
     jacobian = Jacobian(
@@ -170,10 +170,10 @@ def tangent_problem(
 
 
 def regrouped(posterior: Fitted, groups: Groups) -> Fitted:
-    """The same prior mean with other groups; each starts at P_g / |t_g - m_g|^2, where its weights are of usual length.
+    """The posterior with other prior groups, each at precision P_g / |t_g - m_g|^2, at which t_g is a typical draw.
 
-    That start moves with the weights' scale, so that what tuning finds for scale-free weights does not depend on it.
-    Groups at the prior's mean start at one.
+    This start follows the weights' scale, so that tuning of scale-free weights does not depend on that scale. Groups at
+    the prior's mean start at one.
     """
     fresh = Prior(1.0, groups, posterior.prior.mean, posterior.prior.scales).resolve(posterior.network)
     posterior._check_prior(fresh)

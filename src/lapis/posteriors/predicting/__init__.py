@@ -1,1 +1,1 @@
-"""How posteriors over weights reach the outputs: by the linearised network, or by drawn networks."""
+"""Distribution of the outputs under a posterior over weights: by the linearised network, or by drawn networks."""

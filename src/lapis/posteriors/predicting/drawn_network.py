@@ -1,9 +1,9 @@
-"""Drawn networks, one in memory at a time, whose matrices are formed only where a forward pass needs them.
+"""Drawn networks, one in memory at a time, whose weight matrices are formed only where a forward pass needs them.
 
 A draw of a Kronecker block is W + Q_G (E * s) R^T, with white noise E, standard deviations s and the bases of
-`FactoredDraw`. A linear layer's output x W^T + ((x R) (E * s)^T) Q_G^T takes the noise without forming the drawn
-weight, which is less work for few inputs on a wide layer; and x R and x W^T are the same in every draw where x comes
-straight from the user.
+`FactoredDraw`. A linear layer's output x W^T + ((x R) (E * s)^T) Q_G^T can be computed without forming the drawn
+weight, which is less work for few inputs to a wide layer. Where x is the network's own input, x R and x W^T are the
+same in every draw, and are computed once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lapis.network import Network
 
 
 def white_noise(network: Network, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers (P,) in the network's dtype: one draw's worth."""
+    """Standard normal numbers (P,) in the network's dtype, for one draw."""
     noise = torch.randn(network.size, dtype=network.dtype, generator=generator, device=generator.device)
     return noise.to(network.device)
 
 
 class DrawnNetwork:
-    """Parameters of one drawn network after another; the noise of each is that of `LaplacePosterior.sample`."""
+    """The parameters of one drawn network, overwritten by each draw; draws are those of `LaplacePosterior.sample`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class DrawnNetwork:
                 self.parameters |= self.matrices[i].held
 
     def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """The parameters of the next network; they overwrite those of the last one."""
+        """The parameters of the next network; they overwrite those of the previous one."""
         parts = torch.split(white_noise(self.network, generator), [block.size for block in self.blocks])
         for i, (block, gaussian, part) in enumerate(zip(self.blocks, self.gaussians, parts, strict=True)):
             if i in self.matrices:
@@ -65,7 +65,7 @@ class DrawnNetwork:
 
 
 def _is_linear(site: Site, network: Network) -> bool:
-    """Whether a site is one whole matrix as linear layers hold it."""
+    """Whether a site is the whole weight of a linear layer, as an (outputs, inputs) matrix."""
     if site.kind != "outer" or site.weight is None:
         return False
     whole_bias = site.bias is None or network.shapes[site.bias.name] == site.bias.view
@@ -73,10 +73,10 @@ def _is_linear(site: Site, network: Network) -> bool:
 
 
 class Matrix:
-    """A linear layer's weight, perhaps with its bias as a last column of inputs: the mean, and one draw at a time.
+    """A linear layer's weight, with its bias (if any) as last column: the mean, and one draw at a time.
 
-    It will be multiplied with about `rows` inputs. If forming the drawn matrix takes less work than multiplying these
-    with its factors, it is formed with every draw.
+    `rows` is the expected number of inputs to the layer: if forming the drawn matrix is less work than multiplying that
+    many inputs by its factors, it is formed at every draw. `given` holds the storage addresses of the network's inputs.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Matrix:
         assert site.weight is not None
         self.weight = means[site.weight.name]
         self.bias = None if site.bias is None else means[site.bias.name]
-        self.deviation, self.outputs, self.back = factored.deviations, factored.outputs, factored.inputs
+        self.deviation, self.output_basis, self.input_basis = factored.deviations, factored.outputs, factored.inputs
         self.given = given
         self.mean = self.weight if self.bias is None else torch.cat([self.weight, self.bias[:, None]], 1)
         height, width = self.mean.shape
@@ -96,27 +96,27 @@ class Matrix:
         self._known: tuple[Any, Tensor, Tensor] | None = None
 
     def draw(self, noise: Tensor) -> None:
-        """Overwrite the last draw with the next."""
+        """Overwrite the current draw with the next."""
         self._noise = noise.reshape(self.deviation.shape) * self.deviation
         if self.forming:
-            torch.addmm(self.mean, self.outputs @ self._noise, self.back.mT, out=self._formed)
+            torch.addmm(self.mean, self.output_basis @ self._noise, self.input_basis.mT, out=self._formed)
         else:
             self._formed = None
 
     def _part(self, is_bias: bool) -> Tensor:
-        """What stands for the drawn weight or bias: the formed one, or a tensor that does not need it."""
+        """The drawn weight or bias as a parameter: a view of the formed matrix, or a `Drawn` placeholder."""
         if self._formed is None:
             return Drawn.of(self, is_bias)
         return self._formed[:, -1] if is_bias else self._formed[:, : self.weight.shape[1]]
 
     def formed(self) -> Tensor:
-        """The drawn matrix, bias as last column."""
+        """The drawn matrix, with the bias as last column."""
         if self._formed is None:
-            self._formed = torch.addmm(self.mean, self.outputs @ self._noise, self.back.mT)
+            self._formed = torch.addmm(self.mean, self.output_basis @ self._noise, self.input_basis.mT)
         return self._formed
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b with the drawn weight; a bias of this matrix is drawn along, any other is added as it is."""
+        """x W^T + b with the drawn weight; b is drawn with it if it is this matrix's own bias, else added unchanged."""
         own = isinstance(bias, Drawn)
         outputs, inputs = self.weight.shape
         rows = x.numel() // max(inputs, 1)
@@ -126,29 +126,29 @@ class Matrix:
             formed = self.formed()
             return F.linear(x, formed[:, :inputs], formed[:, inputs] if own else bias)
         at_mean, rotated = self._means(x, bias, own, shared)
-        noise = torch.addmm(at_mean, rotated @ self._noise.mT, self.outputs.mT)
-        return noise.reshape(*x.shape[:-1], outputs)
+        flat = torch.addmm(at_mean, rotated @ self._noise.mT, self.output_basis.mT)
+        return flat.reshape(*x.shape[:-1], outputs)
 
     def _means(self, x: Tensor, bias: Tensor | None, own: bool, shared: bool) -> tuple[Tensor, Tensor]:
-        """x W^T + b of the mean weights and x R, flat over rows; kept for the next draw where x will be the same."""
+        """x W^T + b with the mean weights, and x R, as matrices; cached for the next draw if x is `shared` by draws."""
         key = (x.data_ptr(), x.shape, x.stride(), x._version, own) if shared else None
         if shared and self._known is not None and self._known[0] == key:
             _, at_mean, rotated = self._known
         else:
             flat = x.reshape(-1, x.shape[-1])
             at_mean = F.linear(flat, self.weight, self.bias if own else None)
-            rotated = flat @ self.back[: flat.shape[1]]
+            rotated = flat @ self.input_basis[: flat.shape[1]]
             if own:
-                rotated += self.back[-1]
+                rotated += self.input_basis[-1]
             if shared:
                 self._known = (key, at_mean, rotated)
         return (at_mean if own or bias is None else at_mean + bias), rotated
 
 
 class Drawn(Tensor):
-    """Stands for a drawn weight or bias: linear layers use it as it is, any other function gets it formed.
+    """Placeholder of a drawn weight or bias: linear layers use its factors, any other function gets the formed tensor.
 
-    What it seems to hold is NaN, so that code out of its sight could not go on unnoticed.
+    Its own entries are NaN, so that code which bypasses `__torch_function__` cannot go unnoticed.
     """
 
     matrix: Matrix
@@ -187,7 +187,7 @@ def _linear_arguments(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def _formed(value: Any) -> Any:
-    """The value with every drawn weight in it formed."""
+    """The value with every placeholder in it replaced by the formed tensor."""
     if isinstance(value, Drawn):
         return value.formed()
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,7 @@
-"""The linearised network's outputs: f(x) and J Sigma J^T, without ever holding all of J for structured posteriors."""
+"""Outputs of the linearised network: f(x) and J Sigma J^T, for a covariance Sigma of weights in three forms.
+
+Stored in blocks (`linearised`, which never forms all of J), as a solver (`by_solves`), or as draws (`by_draws`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from lapis.posteriors.posterior import LatentKind
 
 EXAMPLES_AT_ONCE = 256
-"""Examples whose outputs are multiplied with draws together."""
+"""Examples that are processed together in `by_draws`."""
 
 
 def linearised(
@@ -39,12 +42,11 @@ def linearised(
     """Mean and (co)variance of the outputs at `inputs`."""
     length = batch_length(inputs)
     step = length
-    if kind != "joint":  # each output's gradients are held twice, as they are and as the covariance needs them
+    if kind != "joint":  # each output's gradients are in memory twice: themselves, and multiplied by the covariance
         step = min(length, examples_at_once(curvature, 2 * curvature.outputs, min(WORK_BYTES, memory_budget)))
     mean, spread, shape = _part(network, curvature, gaussians, take(inputs, 0, step), kind, memory_budget)
     if step < length:
-        # All results are allocated now: small tensors that stay, between large ones that are freed, would keep the
-        # allocator from using that memory again.
+        # Allocate all results now: small tensors that stay, between large ones that are freed, would fragment memory.
         mean, spread = (
             torch.cat([first, first.new_empty(length - step, *first.shape[1:])]) for first in (mean, spread)
         )
@@ -57,7 +59,7 @@ def linearised(
 
 
 def _latent(mean: Tensor, spread: Tensor, kind: LatentKind, raw_shape: tuple[int, ...]) -> LatentGaussian:
-    """Outputs (B, T, C) with variances (B, T, C), covariances (B, T, C, C), or a joint one (B T C, B T C)."""
+    """Outputs (B, T, C) with `spread`: variances (B, T, C), covariances (B, T, C, C), or joint (B T C, B T C)."""
     if kind == "joint":
         return LatentGaussian(mean, spread.diagonal().reshape(mean.shape), None, spread, raw_shape)
     if kind == "diagonal":
@@ -73,7 +75,7 @@ def _part(
     kind: LatentKind,
     memory_budget: int,
 ) -> tuple[Tensor, Tensor, torch.Size]:
-    """Outputs of examples that are worked on together, their (co)variance in the same dtype, the raw output's shape."""
+    """Outputs of examples processed together, their (co)variance in the same dtype, and the raw output's shape."""
     with network.prepared():
         record = curvature.tape.record(inputs)
         f = record.f.detach()
@@ -94,10 +96,10 @@ def by_solves(
     kind: LatentKind,
     memory_budget: int,
 ) -> LatentGaussian:
-    """As `linearised`, when all that is known of the covariance is its products `solve` with blocks (k, P)."""
+    """As `linearised`, with the covariance given by `solve`, its product with vectors (k, P)."""
     length = batch_length(inputs)
-    nothing = torch.zeros(length, device=network.device)
-    single = [Batch(take(inputs, i, i + 1), nothing[i : i + 1], i) for i in range(length)]
+    no_targets = torch.zeros(length, device=network.device)
+    single = [Batch(take(inputs, i, i + 1), no_targets[i : i + 1], i) for i in range(length)]
     jacobian = Jacobian(network, canonical, single, memory_budget=memory_budget)
     for f in jacobian.outputs:
         check_outputs(f, width)
@@ -109,12 +111,12 @@ def by_solves(
         rows = torch.cat([_gradients(jacobian.of_batches(i)) for i in range(length)])
         joint = _symmetric(rows.double() @ solve(rows).mT).to(network.dtype)
         return _latent(mean, joint, kind, shape)
-    found = []
+    parts = []
     at_once = max(1, memory_budget // (32 * network.size * positions * outputs))
     for first in range(0, length, at_once):
         rows = torch.stack([_gradients(jacobian.of_batches(i)) for i in range(first, min(first + at_once, length))])
-        found.append(_symmetric(rows.double() @ solve(rows.flatten(0, 1)).reshape(rows.shape).mT))
-    whole = torch.cat(found).reshape(length, positions, outputs, positions, outputs)
+        parts.append(_symmetric(rows.double() @ solve(rows.flatten(0, 1)).reshape(rows.shape).mT))
+    whole = torch.cat(parts).reshape(length, positions, outputs, positions, outputs)
     covariance = whole.diagonal(dim1=1, dim2=3).movedim(-1, 1).to(network.dtype)
     return _latent(mean, covariance.diagonal(dim1=-2, dim2=-1) if kind == "diagonal" else covariance, kind, shape)
 
@@ -128,7 +130,7 @@ def by_draws(
     kind: LatentKind,
     memory_budget: int,
 ) -> LatentGaussian:
-    """As `linearised`, when the covariance is mean_k z_k z_k^T of draws z (K, P): K Jacobian-vector products."""
+    """As `linearised`, with the covariance mean_k z_k z_k^T of draws z (K, P): K Jacobian-vector products."""
     means, pushed = [], []
     length = batch_length(inputs)
     for start in range(0, length, EXAMPLES_AT_ONCE):
@@ -158,12 +160,12 @@ def _gradients(jacobian: Jacobian) -> Tensor:
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
-    """Without the solver's error in its skew part."""
+    """The symmetric part: solves leave a matrix that is only nearly symmetric."""
     return 0.5 * (matrix + matrix.mT)
 
 
 def check_joint(mean: Tensor, memory_budget: int, more: int = 0) -> None:
-    """Refuse a covariance between all outputs (B, T, C) that does not fit, with `more` bytes beside it."""
+    """MemoryBudgetError if the covariance between all outputs (B, T, C), plus `more` bytes, does not fit."""
     total = mean.numel()
     needed = 8 * total**2 + more
     if needed > memory_budget:
@@ -176,22 +178,22 @@ def check_joint(mean: Tensor, memory_budget: int, more: int = 0) -> None:
 
 
 def _each(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussian], kind: LatentKind) -> Tensor:
-    """(B, T, C, C), or (B, T, C)."""
-    found = []
+    """Covariance of each position's outputs, (B, T, C, C), or their variances, (B, T, C)."""
+    by_position = []
     for seeds in position_seeds(unit_factor(record.f.detach()), record.f.shape[-1]):
         contributions = record.contributions(seeds)
         parts = [
             gaussian.covariance(_own(contributions, sites), kind == "diagonal")
             for gaussian, sites in zip(gaussians, curvature.sites_of, strict=True)
         ]
-        found.append(
+        by_position.append(
             torch.stack(parts).sum(0) if len({part.dtype for part in parts}) == 1 else sum(parts[1:], parts[0])
         )
-    return torch.stack(found, dim=1)
+    return torch.stack(by_position, dim=1)
 
 
 def _joint(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussian], memory_budget: int) -> Tensor:
-    """(B T C, B T C)."""
+    """Covariance of all outputs of all examples, (B T C, B T C)."""
     batch, positions, outputs = record.f.shape
     total = batch * positions * outputs
     check_joint(record.f, memory_budget)

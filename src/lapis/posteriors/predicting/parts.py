@@ -1,8 +1,9 @@
-"""Predicting data of any size: parts that fit the memory budget, and their outputs joined."""
+"""Prediction on data of any size: split into parts that fit the memory budget, and join the outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     from lapis.posteriors.posterior import LatentKind, Posterior
 
 SMALL = 256
-"""Examples up to which inputs are not measured, but predicted together."""
+"""Up to this many examples are predicted together, without measuring their memory."""
 
 COPIES = 8
-"""Times that the graph of a part is held at most: outputs, tangents, gradients and what is made of them."""
+"""Peak memory of a part, in multiples of its graph: outputs, tangents, gradients, and results computed from them."""
 
 
 def latent_of_parts(
@@ -42,29 +43,32 @@ def latent_of_parts(
     generator: torch.Generator | None,
     progress: bool | None,
 ) -> Latent:
-    """The outputs' distribution at `x`, worked out part by part; the same drawn networks answer for every part."""
-    found: list[Latent] = []
+    """The outputs' distribution at `x`, computed part by part, with the same drawn networks for every part."""
+    latents: list[Latent] = []
     state = None if generator is None else generator.get_state()
-    parts, total = _parts(posterior.network, x, kind, posterior.facts.signature, posterior.facts.memory_budget)
-    for part in parts if total == 1 else track(parts, "prediction", total, progress):
-        if found and generator is not None and state is not None and kind == "sampled":
+    for where, part in _parts(posterior, x, kind, progress):
+        if latents and generator is not None and state is not None and kind == "sampled":
             generator.set_state(state)
-        found.append(posterior.latent(part, kind, samples, generator))
-    if not found:
+        with naming(where) if where else nullcontext():
+            latents.append(posterior.latent(part, kind, samples, generator))
+    if not latents:
         raise _nothing(posterior.facts.signature, "no batches")
-    return found[0] if len(found) == 1 else join_latents(found)
+    return latents[0] if len(latents) == 1 else join_latents(latents)
 
 
-def _parts(
-    network: Network, x: Any, kind: LatentKind, signature: str, memory_budget: int
-) -> tuple[Iterable[Inputs], int | None]:
-    """Checked inputs in parts, and how many parts there are if that is known."""
+def _parts(posterior: Posterior, x: Any, kind: LatentKind, progress: bool | None) -> Iterator[tuple[str, Inputs]]:
+    """Checked inputs in parts that fit the memory budget, each with the batch that it is of, if there are several."""
+    network, signature, memory_budget = posterior.network, posterior.facts.signature, posterior.facts.memory_budget
     if isinstance(x, Dataset):
         x = DataLoader(x, batch_size=DEFAULT_BATCH_SIZE, generator=torch.Generator())
     if not isinstance(x, (DataLoader, Iterator)):
         inputs = check_inputs(x, network, signature)
-        step = batch_length(inputs) if kind == "joint" else _part_length(network, inputs, memory_budget)
-        return _split(inputs, step), -(-batch_length(inputs) // step)
+        length = batch_length(inputs)
+        step = length if kind == "joint" else _part_length(network, inputs, memory_budget)
+        total = -(-length // step)
+        for part in _split(inputs, step) if total == 1 else track(_split(inputs, step), "prediction", total, progress):
+            yield "", part
+        return
     if kind == "joint":
         raise DataError(
             "The covariance between all examples takes them at once",
@@ -72,18 +76,17 @@ def _parts(
             got=type(x).__name__,
             do="pass one batch of inputs, or leave joint out",
         )
-
-    def stream() -> Iterator[Inputs]:
-        for index, item in enumerate(x):
-            with naming(f"batch {index}"):
-                inputs = check_inputs(_inputs_of(item), network, signature)
-                yield from _split(inputs, _part_length(network, inputs, memory_budget))
-
-    return stream(), len(x) if isinstance(x, DataLoader) and hasattr(x.dataset, "__len__") else None
+    batches = len(x) if isinstance(x, DataLoader) and hasattr(x.dataset, "__len__") else None
+    for index, item in enumerate(track(x, "prediction", batches, progress)):
+        with naming(f"batch {index}"):
+            inputs = check_inputs(_inputs_of(item), network, signature)
+            step = _part_length(network, inputs, memory_budget)
+        for part in _split(inputs, step):
+            yield f"batch {index}", part
 
 
 def _inputs_of(item: Any) -> Any:
-    """The inputs of a batch that may be (inputs, targets) or (inputs,), as loaders give them."""
+    """The inputs of a loader's batch, which may be (inputs, targets), (inputs,) or inputs."""
     return item[0] if isinstance(item, (tuple, list)) and len(item) in (1, 2) else item
 
 
@@ -97,7 +100,7 @@ def _split(inputs: Inputs, step: int) -> Iterator[Inputs]:
 
 
 def _part_length(network: Network, inputs: Inputs, memory_budget: int) -> int:
-    """How many examples fit the memory budget, by what the graph of one of them holds."""
+    """How many examples fit the memory budget, estimated from the graph of one example."""
     length = batch_length(inputs)
     if length <= SMALL:
         return length
@@ -107,7 +110,7 @@ def _part_length(network: Network, inputs: Inputs, memory_budget: int) -> int:
 
 
 def check_inputs(inputs: Any, network: Network, signature: str) -> Inputs:
-    """Inputs on the network's device, refused when empty, not finite, or of another floating dtype."""
+    """Inputs on the network's device; DataError if they are empty, not finite, or of another floating dtype."""
     ready = as_inputs(inputs, network.dtype, network.device)
     if not tensors_in(ready) or batch_length(ready) == 0:
         raise _nothing(signature, describe(ready))

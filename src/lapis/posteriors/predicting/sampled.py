@@ -1,8 +1,8 @@
-"""Outputs of drawn networks: of one after another, or of many small ones in one run.
+"""Outputs of drawn networks: run one by one, or many small ones together.
 
 Shortcuts: small networks run together under vmap; large ones run only the part that differs between draws (`head`),
-with matrices that are never formed (`drawn_network`) and max pooling by shifted views. Each is compared with a plainly
-drawn network before its results are used.
+without forming drawn matrices (`drawn_network`), and with max pooling by shifted views. The results of shortcuts are
+compared with a network drawn without them before they are used.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
 Canonical = Callable[[Tensor], Tensor]
 
 SHORTCUTS = "networks drawn by shortcuts"
+"""Name in `Network.proofs`."""
 
 COMPARED_EXAMPLES = 8
-"""Examples on which the first network drawn by shortcuts is compared with one drawn plainly."""
+"""Examples on which the first network drawn by shortcuts is compared with one drawn without."""
 
 SMALL_NETWORK, SMALL_DRAWS, SMALL_RUN = 2**16, 16 * 2**20, 4 * 2**20
-"""Small networks run together: up to this many weights, bytes of all draws, bytes of a layer's outputs in one run."""
+"""Limits for running networks together: weights, bytes of all draws, and bytes of one layer's outputs in a run."""
 
 
 def drawn_outputs(
     posterior: WeightPosterior, inputs: Inputs, samples: int, generator: torch.Generator
 ) -> LatentSamples:
-    """Outputs of that many networks drawn from the posterior; the draws are those of `posterior.sample`."""
+    """Outputs of `samples` networks drawn from the posterior; the draws are those of `posterior.sample`."""
     network, canonical, width = posterior.network, posterior.likelihood.canonical, posterior.n_outputs
     if are_small(network, samples):
         values, shape = together(network, canonical, width, posterior.sample(samples, generator=generator), inputs)
@@ -53,7 +54,7 @@ def drawn_outputs(
         return (network.unflatten(weights) for weights in posterior.draws(samples, source))
 
     def agrees() -> bool:
-        """Compare the first network, on a few examples, with the same draw made plainly."""
+        """Compare the first network, on a few examples, with the same draw made without shortcuts."""
         source = torch.Generator(generator.device)
         source.set_state(state)
         few = take(inputs, 0, min(COMPARED_EXAMPLES, batch_length(inputs)))
@@ -87,7 +88,7 @@ def one_by_one(
 def _by_shortcuts(
     posterior: WeightPosterior, inputs: Inputs, samples: int, generator: torch.Generator
 ) -> tuple[Tensor, torch.Size]:
-    """As `one_by_one`: what is the same for every draw runs once, and wide drawn matrices are not formed."""
+    """As `one_by_one`, but layers before the head run once, and wide drawn matrices are not formed."""
     network = posterior.network
     outputs: list[Tensor] = []
     pooling = QuickPooling(network.proofs)
@@ -108,9 +109,9 @@ def _by_shortcuts(
 
 
 def are_small(network: Network, samples: int) -> bool:
-    """Whether `together` is worth a try.
+    """Whether to try `together`.
 
-    Convolutions take longer with many weights in one run, and hooks on layers must see the tensors that they know.
+    Not with convolutions, which are slower under vmap, nor with hooks on layers, which expect ordinary tensors.
     """
     if samples == 1 or network.size > SMALL_NETWORK or samples * network.size * network.dtype.itemsize > SMALL_DRAWS:
         return False
@@ -121,13 +122,13 @@ def are_small(network: Network, samples: int) -> bool:
 def together(
     network: Network, canonical: Canonical, width: int, weights: Tensor, inputs: Inputs
 ) -> tuple[Tensor, torch.Size]:
-    """The same for networks with weights (S, P), as many of them in one run as are small together.
+    """As `one_by_one`, for weights (S, P), with as many networks in one run as SMALL_RUN allows.
 
-    The last one is run alone, too. Where the two differ, or torch cannot, all are run one by one.
+    The last network also runs alone. If its outputs differ, or torch cannot vmap the network, all run one by one.
     """
-    found = _together(network, canonical, weights, inputs)
-    if found is not None and found[0].shape[-1] == width and all_finite(found[0]):
-        return found
+    result = _together(network, canonical, weights, inputs)
+    if result is not None and result[0].shape[-1] == width and all_finite(result[0]):
+        return result
     return one_by_one(network, canonical, width, map(network.unflatten, weights), inputs)
 
 
@@ -142,7 +143,7 @@ def _together(
             alone, held = network.traced(inputs, network.unflatten(weights[-1].clone().requires_grad_()))
             runs = math.ceil(len(weights) * max(held, default=alone.nbytes) / SMALL_RUN)
             with torch.no_grad():
-                values = torch.cat([torch.func.vmap(outputs)(some) for some in weights.tensor_split(runs)])
+                values = torch.cat([torch.func.vmap(outputs)(group) for group in weights.tensor_split(runs)])
                 same = close(canonical(alone), values[-1])
         except DERIVATIVE_ERRORS:
             return None
