@@ -7,8 +7,11 @@ below then runs over it, for every problem that it supports.
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
+import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ import lapis
 from lapis.batches import map_tensors, take, tensors_in
 from lapis.network import Network
 from lapis.posteriors import GaussianPosterior, Posterior, WeightPosterior
+from lapis.posteriors.predicting import drawn_network, sampled
 from lapis.posteriors.predicting import parts as prediction_parts
 from lapis.predictions import LatentGaussian, LatentMixture
 from toy_ensemble import ToyEnsemble, toy_ensemble
@@ -238,7 +242,6 @@ def test_data_of_any_form_and_size_are_predicted_in_parts(
         return latent(self, inputs, *rest)
 
     monkeypatch.setattr(type(posterior), "latent", noted)
-    monkeypatch.setattr(prediction_parts, "SMALL", 4)
     monkeypatch.setattr(prediction_parts, "COPIES", posterior.facts.memory_budget // 400)
     pairs = TensorDataset(x, torch.zeros(23)) if isinstance(x, Tensor) else Items(x)
     for data in (x, Items(x), DataLoader(Items(x), batch_size=10), DataLoader(pairs, batch_size=7), iter([x])):
@@ -249,9 +252,9 @@ def test_data_of_any_form_and_size_are_predicted_in_parts(
     # drawn networks are the same for every part
     for method in posterior.methods:
         source = [torch.Generator().manual_seed(3) for _ in range(2)]
-        monkeypatch.setattr(prediction_parts, "SMALL", 4)
+        monkeypatch.setattr(prediction_parts, "COPIES", posterior.facts.memory_budget // 400)
         one = answer(posterior, x, problem, method=method, generator=source[0])
-        monkeypatch.setattr(prediction_parts, "SMALL", 1000)
+        monkeypatch.setattr(prediction_parts, "COPIES", 1)
         torch.testing.assert_close(
             one, answer(posterior, x, problem, method=method, generator=source[1]), rtol=1e-8, atol=1e-10
         )
@@ -531,3 +534,105 @@ def test_an_error_in_the_middle_of_the_data_names_its_batch() -> None:
     for batches in ([x, bad], [x, x[:, :2]]):
         with pytest.raises(lapis.DataError, match="In batch 1"):
             posterior.predict(iter(batches))
+
+
+def test_the_evidence_is_about_the_tangent_at_t_wherever_the_mean_is() -> None:
+    """theta*, the evidence and tuning do not move when the mean of the weights does."""
+    from dataclasses import replace
+
+    for structure in ("dense", "kronecker", "implicit"):
+        torch.manual_seed(0)
+        model, data = mlp(2).double(), (normal(3)(9), normal(2)(9))
+        plain = lapis.laplace(model, data, lapis.Gaussian(0.5), structure=structure)
+        other = replace(plain, mean=plain.mean + 0.3)
+        torch.testing.assert_close(other.log_evidence(), plain.log_evidence())
+        one, two = plain.at_tangent_mode(data), other.at_tangent_mode(data)
+        torch.testing.assert_close(one.mode, two.mode)
+        torch.testing.assert_close(one.log_evidence(), two.log_evidence())
+        torch.testing.assert_close(plain.tune().weight_prior.precision, other.tune().weight_prior.precision)
+
+
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "lowrank", "implicit"])
+def test_the_family_takes_the_same_arguments_and_refuses_the_same_mistakes(structure: str) -> None:
+    torch.manual_seed(0)
+    model, data = mlp(2).double(), (normal(3)(9), normal(2)(9))
+    posterior = lapis.laplace(model, data, lapis.Gaussian(0.5), structure=structure)
+    size = posterior.n_weights
+    mistakes: list[tuple[Callable[[], Any], str]] = [
+        (lambda: posterior.tune(max_iterations=0), "Bad max_iterations"),
+        (lambda: posterior.tune(tolerance=-1), "Bad tolerance"),
+        (lambda: posterior.tune(method="guess"), "Unknown method"),
+        (lambda: posterior.tune(batch_size=4), "batch_size"),
+        (lambda: posterior.update(data, batch_size=0), "batch_size"),
+        (lambda: posterior.at_tangent_mode(data, tolerance="a"), "Bad tolerance"),
+        (lambda: posterior.at_tangent_mode(data, max_products=-1), "Bad max_products"),
+        (lambda: posterior.at_tangent_mode(data, start="a"), "cannot start there"),
+        (lambda: posterior.at_tangent_mode((data[0][:3], data[1][:3])), "not the data"),
+        (lambda: posterior.solve(torch.randn(size, 3, dtype=F64)), "no weight vectors"),
+        (lambda: posterior.log_prob(torch.tensor(1.0)), "no weight vectors"),
+        (lambda: posterior.sample(2, generator=3), "no source of randomness"),
+        (lambda: posterior.predict(data[0], generator=3), "no source of randomness"),
+        (lambda: posterior.predict(data[0], joint=True, covariance="diagonal"), "joint prediction"),
+        (lambda: posterior.with_prior(2.0).with_temperature(0.0), "temperature"),
+    ]
+    if structure != "lowrank":  # whose eigenpairs do not add up
+        posterior.update((data[0][:3], data[1][:3]), batch_size=2, progress=False)
+    for mistake, message in mistakes:
+        with pytest.raises(lapis.LapisError, match=message):
+            mistake()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lapis.LapisWarning)  # a few draws of few data
+        posterior.at_tangent_mode(data, batch_size=4).tune(groups="layer", noise=True, max_iterations=15, tolerance=0.2)
+
+
+def test_what_an_outside_class_gives_is_checked() -> None:
+    """A latent of other examples, none at all, or a kind that was not asked for; kinds in use; states for no file."""
+    from dataclasses import replace
+
+    posterior, _, x = fitted("toy ensemble")
+
+    class Short(ToyEnsemble):
+        def latent(self, inputs: Any, *rest: Any) -> Any:
+            return super().latent(take(inputs, 0, 2), *rest)
+
+    class Nothing(ToyEnsemble):
+        def latent(self, *_: Any) -> Any:
+            return None
+
+    class Deaf(ToyEnsemble):
+        methods: ClassVar[tuple[str, ...]] = ("linearised",)
+
+    for kind, options in ((Short, {}), (Nothing, {}), (Deaf, {"joint": True})):
+        wrong = kind(posterior.network, posterior.likelihood, posterior.facts, posterior.members)
+        with pytest.raises(lapis.ModelError, match="does not give what it was asked for"):
+            wrong.predict(x, **options)
+    with pytest.raises(lapis.OptionError, match="another posterior by the kind"):
+
+        class Taken(ToyEnsemble):
+            kind: ClassVar[str] = "laplace"
+
+    assert lapis.posteriors.posterior.KINDS["laplace"] is lapis.LaplacePosterior
+    with pytest.raises(lapis.FileError, match="cannot be written"):
+        replace(posterior, members=[1.0]).save("never.lapis")
+    with pytest.raises(lapis.OptionError, match="Bad samples"):
+        posterior.predict(x, samples=-1)
+    with pytest.raises(lapis.DataError, match="does not fit the weights"):
+        replace(fitted("dense")[0], mean=torch.zeros(3))
+
+
+def test_drawn_networks_are_freed_with_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a part outlives it but its results: no reference cycle waits for the garbage collector."""
+    posterior, _, x = fitted("kronecker")
+    made: list[Any] = []
+    start = drawn_network.Matrix.__init__
+    monkeypatch.setattr(sampled, "SMALL_NETWORK", 0)
+    monkeypatch.setattr(
+        drawn_network.Matrix, "__init__", lambda self, *args: made.append(weakref.ref(self)) or start(self, *args)
+    )
+    gc.disable()
+    try:
+        posterior.predict(x, method="sampled", samples=3)
+        assert made
+        assert all(matrix() is None for matrix in made)
+    finally:
+        gc.enable()

@@ -542,7 +542,7 @@ def test_what_is_known_of_a_network_does_not_excuse_it_from_checks() -> None:
 def test_a_forgotten_network_takes_its_plan_along() -> None:
     model, data = changing()
     lapis.laplace(model, data, "regression", structure="kronecker")
-    known = weakref.ref(plan._PROVEN[model][tuple(dict(model.named_parameters()))])
+    known = weakref.ref(next(iter(plan._PROVEN[model].values())))
     assert known() is not None
     del model
     gc.collect()

@@ -109,8 +109,10 @@ def test_networks_that_run_together_do_what_each_does_alone(name: str) -> None:
         if name in NOT_TOGETHER:
             assert found is None
         else:
-            assert found is not None
-            torch.testing.assert_close(found[0], alone, rtol=1e-10, atol=1e-10)
+            old = name == "checkpointed" and torch.__version__ < "2.7"  # no batching rule for checkpoints yet
+            assert found is not None or old
+            if found is not None:
+                torch.testing.assert_close(found[0], alone, rtol=1e-10, atol=1e-10)
         values, shape = sampled.together(network, canonical, alone.shape[-1], weights, x)
     torch.testing.assert_close(values, alone, rtol=1e-10, atol=1e-10)
     assert shape[0] == alone.shape[1]
@@ -234,7 +236,7 @@ class Headed(nn.Module):
 
 
 WHOLE = 5
-"""Runs for four draws where nothing can be left out: one more, to find that out. Their proof takes another."""
+"""Runs for four draws where nothing can be left out: one more, to find that out."""
 
 
 @pytest.mark.usefixtures("one_by_one")
@@ -268,9 +270,9 @@ def test_only_the_part_that_differs_between_draws_runs_for_each(
     )
     model.called = 0
     found = posterior.predict(x, method="sampled", samples=4)
-    assert model.called == runs + 1
+    assert model.called == runs + 3  # one run to measure its memory, two for the proof
     posterior.predict(x, method="sampled", samples=4)
-    assert model.called == 2 * runs + 1  # proven once
+    assert model.called == 2 * runs + 3  # measured and proven once
     assert torch.allclose(found.latent.values[:, :, 0], expected, rtol=1e-9, atol=1e-12)
     network = Network(model, weights, x)
     with network.prepared():

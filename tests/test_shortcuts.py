@@ -281,10 +281,13 @@ def hooked_pair(convolves: bool) -> tuple[nn.Module, nn.Module, tuple[Tensor, Te
     return plain, hooked, (x, torch.arange(12) % 3)
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # on the user's own backward pass
 @pytest.mark.parametrize("convolves", [False, True])
-@pytest.mark.parametrize("kind", ["of tensors", "of parameters", "of modules"])
+@pytest.mark.parametrize("kind", ["of tensors", "of parameters", "of modules", "of all modules"])
 @pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "lowrank", "implicit"])
-def test_hooks_on_gradients_do_not_change_the_function(structure: str, kind: str, convolves: bool) -> None:
+def test_hooks_on_gradients_do_not_change_the_function(
+    structure: str, kind: str, convolves: bool, request: pytest.FixtureRequest
+) -> None:
     """Whatever path computes them, evidence and variances are about the function's Jacobian; hooks come back."""
     plain, model, data = hooked_pair(convolves)
     calls: list[int] = []
@@ -296,6 +299,11 @@ def test_hooks_on_gradients_do_not_change_the_function(structure: str, kind: str
         model.second.register_full_backward_hook(  # type: ignore[union-attr, operator]
             lambda module, inputs, outputs: calls.append(1) or (inputs[0] * 3,)
         )
+    if kind == "of all modules":
+        handle = nn.modules.module.register_module_full_backward_hook(
+            lambda module, inputs, outputs: calls.append(1) or tuple(g if g is None else 3 * g for g in inputs)
+        )
+        request.addfinalizer(handle.remove)
     options: dict[str, Any] = {"structure": structure, "prior": PRIOR}
     one, two = (lapis.laplace(m, data, "classification", **options) for m in (plain, model))
     torch.testing.assert_close(two.log_evidence(), one.log_evidence(), rtol=1e-9, atol=1e-9)
@@ -315,3 +323,24 @@ def test_hooks_of_tensors_work_as_ever_outside_of_lapis() -> None:
     for m in (plain, model):
         m(data[0]).sum().backward()
     torch.testing.assert_close(model.first.weight.grad, plain.first.weight.grad / 2)  # type: ignore[union-attr, operator]
+
+
+def test_hooks_that_are_registered_later_are_ignored_too() -> None:
+    _, model, data = hooked_pair(False)
+    model.hooked = False  # type: ignore[assignment]
+    posterior = lapis.laplace(model, data, "classification")
+    expected = posterior.functional_variance(data[0])
+    model.hooked = True  # type: ignore[assignment]
+    torch.testing.assert_close(posterior.functional_variance(data[0]), expected)
+
+
+@pytest.mark.parametrize("structure", ["dense", "implicit"])
+def test_a_network_that_autograd_cannot_differentiate_is_refused(structure: str) -> None:
+    class Reentrant(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = torch.utils.checkpoint.checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+            return found
+
+    model, data = Reentrant(nn.Linear(6, 5)).double(), perceptron()[1]
+    with pytest.raises(lapis.ModelError, match="use_reentrant=False"):
+        lapis.laplace(model, data, "classification", structure=structure)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lapis.errors import DataError, LikelihoodError, ModelError
+from lapis.options import check_count
 
 Inputs: TypeAlias = Any
 """A tensor, a tuple of inputs, or a mapping from names to inputs."""
@@ -223,6 +224,8 @@ def batches(
     data: Any, *, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
 ) -> tuple[Iterator[Batch], int | None]:
     """The batches of `data` in order, and their number, or None when it is not known beforehand."""
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
     stream = _stream(data, batch_size or DEFAULT_BATCH_SIZE, dtype, device)
 
     def walk() -> Iterator[Batch]:
@@ -260,10 +263,10 @@ def batches(
                 do="check the loader (a used-up iterator?)",
             )
 
-    return walk(), _length(stream)
+    return walk(), stream_length(stream)
 
 
-def _length(stream: Iterable[Any]) -> int | None:
+def stream_length(stream: Iterable[Any]) -> int | None:
     """The number of batches; None when it is not known beforehand."""
     if not isinstance(stream, (Sequence, DataLoader)):
         return None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from lapis.errors import OptionError
 
@@ -39,4 +42,27 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
             expected=" or ".join(f'"{word}"' for word in words),
             got=repr(value),
             do="choose one of these",
+        )
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise unless `value` is a finite number above zero.
+
+    >>> check_positive("tolerance", -1)
+    Traceback (most recent call last):
+    lapis.errors.OptionError: Bad tolerance. Expected: a finite number above 0. Got: -1. Do: pass such a number.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise OptionError(f"Bad {name}", expected="a finite number above 0", got=repr(value), do="pass such a number")
+
+
+def check_generator(generator: Any) -> None:
+    """Raise unless `generator` is a torch.Generator, or None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise OptionError(
+            "This is no source of randomness",
+            expected="a torch.Generator, or None for seed 0",
+            got=repr(generator),
+            do="pass torch.Generator().manual_seed(...)",
         )

@@ -16,12 +16,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch
+from lapis.batches import Batch, describe
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.curvature.products.kernel import OutputKernel
 from lapis.errors import OptionError
 from lapis.evidence.dual import DualModel
 from lapis.likelihoods import Likelihood
+from lapis.options import check_count, check_positive
 from lapis.priors import WeightPrior
 from lapis.solvers import CallablePreconditioner, Operator, conjugate_gradients
 
@@ -64,6 +65,9 @@ class TangentProblem:
         tolerance: float | None = None,
         max_products: int = 2000,
     ) -> None:
+        check_count("max_products", max_products)
+        if tolerance is not None:
+            check_positive("tolerance", tolerance)
         self.jacobian, self.centre, self.max_products = jacobian, centre.double(), max_products
         exact = jacobian.network.dtype == torch.float64
         self.tolerance = tolerance if tolerance is not None else 1e-16 if exact else 1e-5
@@ -77,11 +81,12 @@ class TangentProblem:
         if weights is None:
             return None
         size = self.jacobian.size
-        if tuple(weights.shape) != (size,) or not bool(torch.isfinite(weights).all()):
+        fits = isinstance(weights, Tensor) and tuple(weights.shape) == (size,)
+        if not fits or not bool(torch.isfinite(weights).all()):
             raise OptionError(
                 "The search for theta* cannot start there",
                 expected=f"finite weights ({size},), in the order of the posterior's mean",
-                got=f"shape {tuple(weights.shape)}" if weights.shape != (size,) else "values that are not finite",
+                got="values that are not finite" if fits else describe(weights),
                 do="leave start out to begin from the trained weights",
             )
         none = torch.zeros(0, dtype=torch.float64, device=self.centre.device)

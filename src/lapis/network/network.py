@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,10 +41,10 @@ class Network:
         """A few inputs, for properties that only a forward pass reveals."""
         self.signature: str | None = None
         """Shapes and dtypes of inputs that are known to work, for error messages."""
+        self.example_bytes: dict[str, int] = {}
+        """What the graph of one example holds, by the example's shapes, where it was measured."""
         self.proofs = Proofs()
         """Records which shortcuts agree with the plain computation on this network."""
-        self._registers_hooks: bool | None = None
-        """Whether forward passes register hooks on tensors; None before the first pass with gradients."""
         self._prepared = False
         self._known: tuple[list[tuple[int, int]], str] | None = None
         """The last fingerprint, preceded by each tensor's id and version counter when it was computed."""
@@ -196,7 +196,7 @@ class Network:
         """The output tensor for `inputs`, with `parameters` in place of the module's own."""
         args, kwargs = _arguments(inputs)
         try:
-            with self._ignoring_hooks():
+            with IgnoredTensorHooks() if self._prepared and torch.is_grad_enabled() else nullcontext():
                 if parameters is None:
                     output = self.module(*args, **kwargs)
                 else:
@@ -219,19 +219,6 @@ class Network:
                 do="wrap the network so that it returns the tensor that the likelihood takes",
             )
         return output
-
-    @contextmanager
-    def _ignoring_hooks(self) -> Iterator[None]:
-        """Inside `prepared`, ignore hooks that a forward pass registers on its tensors.
-
-        Intercepting every function call costs microseconds, so it stops if the first pass registers no hook.
-        """
-        if not self._prepared or self._registers_hooks is False or not torch.is_grad_enabled():
-            yield
-            return
-        with IgnoredTensorHooks() as hooks:
-            yield
-        self._registers_hooks = self._registers_hooks or hooks.used
 
     def traced(self, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None) -> tuple[Tensor, list[int]]:
         """The output with its graph, and the bytes of each tensor that the graph saves besides the weights."""

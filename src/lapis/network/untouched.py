@@ -11,9 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.modules.module as global_hooks
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -69,14 +71,14 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
-    """Disable hooks on the gradients of parameters and on modules' backward passes; restored at the end."""
+    """Disable hooks on the gradients of parameters and on modules' backward passes; restored at the end.
+
+    Hooks on autograd's own nodes (`tensor.grad_fn.register_hook`) cannot be seen, and count as part of the derivative.
+    """
     parameters = [(p, p._backward_hooks) for p in module.parameters() if p._backward_hooks]
-    modules = [
-        (held, dict(held))
-        for submodule in module.modules()
-        for held in (submodule._backward_hooks, submodule._backward_pre_hooks)
-        if held
-    ]
+    of_all_modules = (global_hooks._global_backward_hooks, global_hooks._global_backward_pre_hooks)
+    of_each = ((each._backward_hooks, each._backward_pre_hooks) for each in module.modules())
+    modules = [(held, dict(held)) for held in chain(of_all_modules, *of_each) if held]
     try:
         for parameter, _ in parameters:
             parameter._backward_hooks = None
@@ -91,15 +93,11 @@ def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
 
 
 class IgnoredTensorHooks(TorchFunctionMode):
-    """While active, `tensor.register_hook` does nothing."""
-
-    used = False
-    """Whether it was called."""
+    """While it is entered, `tensor.register_hook` does nothing."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.register_hook:
-            self.used = True
             return RemovableHandle(OrderedDict())
         return func(*args, **(kwargs or {}))

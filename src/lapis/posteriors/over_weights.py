@@ -14,7 +14,7 @@ from torch import Tensor
 from lapis.batches import Batch, Inputs, batch_length
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import DataError
-from lapis.options import check_count
+from lapis.options import check_count, check_generator
 from lapis.posteriors.posterior import LatentKind, Posterior
 from lapis.posteriors.predicting.parts import check_inputs
 from lapis.posteriors.predicting.sampled import drawn_outputs
@@ -45,6 +45,7 @@ class WeightPosterior(Posterior):
     def source(self, samples: int, generator: torch.Generator | None) -> torch.Generator:
         """The generator to draw from, seeded with 0 if None; checks that `samples` is a positive count."""
         check_count("samples", samples)
+        check_generator(generator)
         return generator or torch.Generator(self.network.device).manual_seed(0)
 
     def _networks(self) -> int:
@@ -77,6 +78,16 @@ class LinearisedPosterior(WeightPosterior):
 
     mean: Tensor
     point: Tensor
+
+    def __post_init__(self) -> None:
+        for name, vector in (("mean", self.mean), ("point", self.point)):
+            if tuple(vector.shape) != (self.n_weights,):
+                raise DataError(
+                    f"The posterior's {name} does not fit the weights",
+                    expected=f"a vector ({self.n_weights},)",
+                    got=str(tuple(vector.shape)),
+                    do="pass one number for each chosen weight",
+                )
 
     @abstractmethod
     def _outputs(self, inputs: Inputs, kind: LatentKind) -> LatentGaussian:
@@ -143,19 +154,23 @@ class GaussianPosterior(LinearisedPosterior):
     def _squared_distance(self, deviations: Tensor) -> Tensor:
         """d^T A d, (n,), for deviations d (n, P) in float64."""
 
+    def vectors(self, theta: Tensor) -> Tensor:
+        """Weight vectors (P,) or (k, P) as (k, P)."""
+        if not isinstance(theta, Tensor) or theta.shape[-1:] != (self.n_weights,) or theta.dim() > 2:
+            raise DataError(
+                "These are no weight vectors",
+                expected=f"a tensor ({self.n_weights},), or (k, {self.n_weights}) with one vector a row",
+                got=str(tuple(theta.shape)) if isinstance(theta, Tensor) else type(theta).__name__,
+                do="pass flat weights",
+            )
+        return theta.reshape(-1, self.n_weights)
+
     @abstractmethod
     def marginal_variance(self) -> Tensor:
         """Variance of each weight, (P,)."""
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """log q(theta) for weights (P,) or (n, P); its constant is as accurate as the log-determinant."""
-        if theta.shape[-1] != self.n_weights or theta.dim() > 2:
-            raise DataError(
-                "These are no weight vectors",
-                expected=f"(..., {self.n_weights})",
-                got=str(tuple(theta.shape)),
-                do="pass flat weights",
-            )
-        quadratic = self._squared_distance(theta.reshape(-1, self.n_weights).double() - self.mean.double())
+        quadratic = self._squared_distance(self.vectors(theta).double() - self.mean.double())
         constant = self._logdet() - self.n_weights * math.log(2 * math.pi)
         return (0.5 * (constant - quadratic)).reshape(theta.shape[:-1])

@@ -19,7 +19,7 @@ from lapis.batches import Inputs, batches, describe
 from lapis.errors import ModelError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.options import check_choice
+from lapis.options import check_choice, check_count, check_generator
 from lapis.posteriors.predicting.parts import latent_of_parts
 from lapis.predictions import Latent, Prediction
 from lapis.predictions import predict as predict_outputs
@@ -95,8 +95,17 @@ class Posterior(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "kind" in vars(cls):
-            KINDS[cls.kind] = cls
+        if "kind" not in vars(cls):
+            return
+        taken = KINDS.get(cls.kind)
+        if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise OptionError(
+                f"Files know another posterior by the kind {cls.kind!r}",
+                expected="a kind that is not in use",
+                got=f"the kind of {taken.__module__}.{taken.__qualname__}",
+                do="give the class another kind",
+            )
+        KINDS[cls.kind] = cls
 
     # to be implemented by each class ---------------------------------------------------------------
 
@@ -179,8 +188,18 @@ class Posterior(ABC):
                 got=repr(method),
                 do="leave method out",
             )
+        check_generator(generator)
+        if samples is not None:
+            check_count("samples", samples)
         if covariance is not None:
             check_choice("covariance", covariance, ("full", "diagonal"))
+        if joint and covariance == "diagonal":
+            raise OptionError(
+                "A joint prediction holds all covariances",
+                expected="covariance left out with joint=True",
+                got="covariance='diagonal'",
+                do="leave one of them out",
+            )
         kind: LatentKind = "sampled"
         if chosen == "linearised":
             full = covariance == "full" or (covariance is None and self._full_by_default())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -39,8 +40,25 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
         "digests": network.digests(),
         "state": state.config,
     }
+    _check_state(state, type(posterior).__name__)
     chosen = {CHOSEN + name: index for name, index in network.indices.items()}
     write(path, config, {f"state.{name}": tensor for name, tensor in state.tensors.items()} | chosen)
+
+
+def _check_state(state: State, name: str) -> None:
+    """Refuse a state that no file can hold."""
+    other = [key for key, value in state.tensors.items() if not isinstance(value, Tensor)]
+    try:
+        json.dumps(state.config)
+    except (TypeError, ValueError) as error:
+        other.append(str(error))
+    if other:
+        raise FileError(
+            f"The state of {name} cannot be written",
+            expected="tensors, and a config of numbers, strings, lists and dictionaries that JSON can hold",
+            got=other[0],
+            do="convert it in state(), and back in from_state()",
+        )
 
 
 def load(
@@ -76,7 +94,16 @@ def load(
         if name.startswith("state.")
     }
     state = State(config["state"], held, data)
-    return kind.from_state(state, network, _likelihood(config["likelihood"], likelihood), facts)
+    meaning = _likelihood(config["likelihood"], likelihood)
+    try:
+        return kind.from_state(state, network, meaning, facts)
+    except KeyError as error:
+        raise FileError(
+            f"{path} does not hold all of a {config['posterior']} posterior",
+            expected=f"an entry {error} in its state",
+            got="none",
+            do="save it again with the same version of its class",
+        ) from error
 
 
 def _network(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor]) -> Network:

@@ -75,6 +75,8 @@ class Gradients:
             self.proofs.refused.add(BATCHED)
             return None
 
+        key = (tuple(seeds.shape), *(call.output_shape for call in self.calls))
+
         def agrees() -> bool:
             """A mixture of the seeds' gradients is the gradient of the mixed seed."""
             mix = torch.linspace(-1, 1, len(seeds) + 1, dtype=seeds.dtype, device=seeds.device)[1:]
@@ -85,4 +87,4 @@ class Gradients:
                 if one is not None and many is not None
             )
 
-        return found if self.proofs.holds(BATCHED, tuple(seeds.shape[:2]), agrees) else None
+        return found if self.proofs.holds(BATCHED, key, agrees) else None

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from lapis.curvature.backward.record import Record
 from lapis.curvature.recording.sites import Site
+from lapis.errors import ModelError
 from lapis.network import Network
 
 
@@ -20,12 +22,21 @@ def unexplained(record: Record, network: Network, sites: Sequence[Site]) -> set[
     """
     known = [site for site in sites if record.explains(site)]
     f = record.f
+    _refuse_reentrant_checkpoints(f)
     generator = torch.Generator(device=f.device).manual_seed(0)
     seed = torch.empty_like(f).normal_(generator=generator)
     coefficients = f.new_empty(len(record)).normal_(generator=generator)
     parameters = list(network.parameters.values())
     mixed = seed * coefficients[:, None, None]
-    rest = network.gather(torch.autograd.grad(f, parameters, mixed, retain_graph=True, allow_unused=True))
+    try:
+        rest = network.gather(torch.autograd.grad(f, parameters, mixed, retain_graph=True, allow_unused=True))
+    except RuntimeError as error:
+        raise ModelError(
+            "The network cannot be differentiated",
+            expected="outputs that torch.autograd.grad can differentiate in the weights",
+            got=str(error).strip().splitlines()[0],
+            do="use operations that have derivatives",
+        ) from error
     parts = {name: rest[network.span(name)] for name in network.names}
     relative, floor = (1e-8, 1e-12) if rest.dtype == torch.float64 else (1e-3, 1e-6)
     whole = floor * rest.norm()
@@ -41,3 +52,21 @@ def unexplained(record: Record, network: Network, sites: Sequence[Site]) -> set[
         for name, entries in claimed.items()
         if entries != parts[name].numel() or not bool(parts[name].norm() <= allowed[name])
     }
+
+
+def _refuse_reentrant_checkpoints(f: Tensor) -> None:
+    """Refuse checkpoints that run their own backward pass: torch.autograd.grad does not see the weights inside."""
+    waiting, seen = [f.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise ModelError(
+                "The network cannot be differentiated",
+                expected="activation checkpoints that torch.autograd.grad can pass",
+                got="torch.utils.checkpoint with use_reentrant=True",
+                do="checkpoint with use_reentrant=False",
+            )
+        waiting += [before for before, _ in node.next_functions]

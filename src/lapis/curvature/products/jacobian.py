@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch, Inputs, batch_length, take
+from lapis.batches import Batch, Inputs, describe, take
 from lapis.curvature.products.differentiation import (
     DERIVATIVE_ERRORS,
     Pass,
@@ -291,7 +291,7 @@ class Jacobian:
         def agrees() -> bool:
             return agrees_with_backward(self._pass(inputs), mode, self._random(together))
 
-        return self.network.proofs.holds(shortcut_name(mode), (together, batch_length(inputs)), agrees)
+        return self.network.proofs.holds(shortcut_name(mode), (together, describe(inputs)), agrees)
 
     def _time_modes(self, count: int) -> str:
         """The fastest mode for one vector, or for several, by the clock."""

@@ -72,7 +72,7 @@ class LaplaceFamily(GaussianPosterior):
         """Weights (P,) at which the evidence is taken, theta* or t, and the likelihood's statistics there."""
         if self.tangent is not None:
             return self.tangent.weights, self.tangent.statistics
-        return self.mean, self.curvature.statistics
+        return self.point, self.curvature.statistics
 
     @property
     def mode(self) -> Tensor | None:

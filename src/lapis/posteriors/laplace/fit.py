@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lapis.batches import Batch, batches, describe, naming, take
 from lapis.curvature.accumulate import accumulate
+from lapis.curvature.backward.proof import unexplained
 from lapis.curvature.blocks.lowrank import RANK_FRACTION, leading_eigenpairs
 from lapis.curvature.blocks.partition import Structure, build_blocks, resolve_structure, to_device
 from lapis.curvature.plan import PLANNING_EXAMPLES, planned_tape
@@ -172,7 +173,9 @@ def laplace(
         with naming(f"batch {first.index}"):
             if chosen == "implicit":
                 tape = Tape(network, likelihood.canonical)
-                outputs = tape.record(few).f  # checks that an example's output does not depend on other examples
+                record = tape.record(few)  # checks that an example's output does not depend on other examples
+                unexplained(record, network, ())  # and that it can be differentiated
+                outputs = record.f
             else:
                 tape, outputs = planned_tape(network, likelihood.canonical, first.inputs)
             likelihood.check_outputs(outputs)

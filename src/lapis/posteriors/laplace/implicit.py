@@ -16,7 +16,7 @@ from lapis.curvature.products.ggn import ImplicitCurvature, ImplicitGaussian, So
 from lapis.errors import LapisWarning, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.options import check_choice, check_count
+from lapis.options import check_choice, check_count, check_positive
 from lapis.posteriors.laplace import drawing, tuning_by_draws
 from lapis.posteriors.laplace.drawn import DrawnPosterior
 from lapis.posteriors.laplace.family import LaplaceFamily, refuse_options
@@ -112,7 +112,7 @@ class ImplicitPosterior(LaplaceFamily):
     def solve(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (P,) or (k, P), float64."""
         self.check_network()
-        block = vectors.reshape(-1, self.n_weights).to(self.network.dtype)
+        block = self.vectors(vectors).to(self.network.dtype)
         parts = [self.solved(self.gaussian.solve(part)) for part in torch.split(block, self.vectors_at_once())]
         return torch.cat(parts).double().reshape(vectors.shape)
 
@@ -296,6 +296,8 @@ class ImplicitPosterior(LaplaceFamily):
             refuse_options("Conjugate gradients see all data", batch_size=batch_size)
         count, rounds = 4 if samples is None else samples, 10 if max_iterations is None else max_iterations
         check_count("max_iterations", rounds)
+        allowed = 0.01 if tolerance is None else tolerance
+        check_positive("tolerance", allowed)
         source = self.source(count, generator)
         posterior = self if groups is None else regrouped(self, groups)
         return tuning_by_draws.tune(
@@ -305,7 +307,7 @@ class ImplicitPosterior(LaplaceFamily):
             batch_size=128 if batch_size is None else batch_size,
             noise=noise,
             rounds=rounds,
-            tolerance=0.01 if tolerance is None else tolerance,
+            tolerance=allowed,
             generator=source,
             progress=progress,
         )

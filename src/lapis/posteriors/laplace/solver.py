@@ -7,8 +7,7 @@ from typing import Literal
 
 import torch
 
-from lapis.errors import OptionError
-from lapis.options import check_choice, check_count
+from lapis.options import check_choice, check_count, check_positive
 from lapis.posteriors.laplace.stored import LaplacePosterior
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -38,10 +37,5 @@ class Solver:
     def __post_init__(self) -> None:
         check_choice("space", self.space, ("auto", "weights", "outputs"))
         check_count("max_iterations", self.max_iterations)
-        if self.tolerance is not None and not 0 < self.tolerance < 1:
-            raise OptionError(
-                "Bad tolerance",
-                expected="a number between 0 and 1",
-                got=repr(self.tolerance),
-                do="leave it out, or pass 1e-6",
-            )
+        if self.tolerance is not None:
+            check_positive("tolerance", self.tolerance)

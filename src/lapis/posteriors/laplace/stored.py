@@ -22,7 +22,7 @@ from lapis.errors import MemoryBudgetError
 from lapis.evidence import Training
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.options import check_choice, check_count
+from lapis.options import check_choice, check_count, check_generator, check_positive
 from lapis.posteriors.laplace import tuning_by_evidence as tuning
 from lapis.posteriors.laplace.family import LaplaceFamily, refuse_options
 from lapis.posteriors.posterior import Facts, LatentKind, State
@@ -162,6 +162,8 @@ class LaplacePosterior(LaplaceFamily):
         )
         iterations = 200 if max_iterations is None else max_iterations
         check_count("max_iterations", iterations)
+        if tolerance is not None:
+            check_positive("tolerance", tolerance)
         return tuning.tune(self, chosen, groups, noise, iterations, tolerance)
 
     def at_tangent_mode(
@@ -180,7 +182,7 @@ class LaplacePosterior(LaplaceFamily):
 
     def solve(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (P,) or (k, P), float64."""
-        parts = self._to_blocks(vectors.double().reshape(-1, self.n_weights))
+        parts = self._to_blocks(self.vectors(vectors).double())
         solved = self._to_flat([gaussian.solve(part) for gaussian, part in zip(self.gaussians, parts, strict=True)])
         return solved.reshape(vectors.shape)
 
@@ -200,6 +202,7 @@ class LaplacePosterior(LaplaceFamily):
     ) -> LaplacePosterior:
         """See `LaplaceFamily.update`."""
         self.check_network()
+        check_generator(generator)
         sums = self.curvature.clone()
         stream, total = batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=batch_size)
         accumulate(

@@ -205,7 +205,7 @@ def tangent_problem(posterior: ImplicitPosterior, tolerance: float | None, max_p
     """The tangent model of the posterior's own data."""
     curvature = posterior.curvature
     return TangentProblem(
-        curvature.jacobian, posterior.likelihood, curvature.batches, posterior.mean, tolerance, max_products
+        curvature.jacobian, posterior.likelihood, curvature.batches, posterior.point, tolerance, max_products
     )
 
 

@@ -91,7 +91,7 @@ def spectral_evidence(posterior: LaplacePosterior, noise: bool) -> Evaluate | No
         spectrum,
         float(posterior.scale.detach()),
         prior.sizes().cpu().numpy(),
-        prior.squared_distance(posterior.mean).cpu().numpy(),
+        prior.squared_distance(posterior.point).cpu().numpy(),
         float(posterior.log_likelihood().detach()) / temperature,
         errors,
         targets,
@@ -166,7 +166,7 @@ def tangent_problem(
         memory_budget=posterior.facts.memory_budget,
         kept_bytes=ROWS_BYTES,
     )
-    return TangentProblem(jacobian, posterior.likelihood, held, posterior.mean, tolerance, max_products)
+    return TangentProblem(jacobian, posterior.likelihood, held, posterior.point, tolerance, max_products)
 
 
 def regrouped(posterior: Fitted, groups: Groups) -> Fitted:
@@ -177,7 +177,7 @@ def regrouped(posterior: Fitted, groups: Groups) -> Fitted:
     """
     fresh = Prior(1.0, groups, posterior.prior.mean, posterior.prior.scales).resolve(posterior.network)
     posterior._check_prior(fresh)
-    ratio = fresh.sizes() / fresh.squared_distance(posterior.mean)
+    ratio = fresh.sizes() / fresh.squared_distance(posterior.point)
     precision = torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio))
     prior = Prior(precision, groups, posterior.prior.mean, posterior.prior.scales)
     return replace(posterior, prior=prior, weight_prior=fresh.with_precision(precision), tuning=None)

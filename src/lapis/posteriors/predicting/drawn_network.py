@@ -49,7 +49,7 @@ class DrawnNetwork:
             linear = len(block.sites) == 1 and _is_linear(block.sites[0], network)
             if linear and (factored := gaussian.factored(mean.dtype)) is not None:
                 self.matrices[i] = Matrix(block.sites[0], factored, network.unflatten(mean), given, rows)
-                self.parameters |= self.matrices[i].held
+                self.parameters |= self.matrices[i].parameters(block.sites[0])
 
     def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
         """The parameters of the next network; they overwrite those of the previous one."""
@@ -92,7 +92,6 @@ class Matrix:
         self.forming = rows * height >= width * (height + width)
         self._noise = self.deviation
         self._formed: Tensor | None = self.mean.clone() if self.forming else None
-        self.held: dict[str, Tensor] = {slot.name: self._part(slot is site.bias) for slot in site.slots}
         self._known: tuple[Any, Tensor, Tensor] | None = None
 
     def draw(self, noise: Tensor) -> None:
@@ -102,6 +101,10 @@ class Matrix:
             torch.addmm(self.mean, self.output_basis @ self._noise, self.input_basis.mT, out=self._formed)
         else:
             self._formed = None
+
+    def parameters(self, site: Site) -> dict[str, Tensor]:
+        """What the network is given for the weight and the bias: good for every draw."""
+        return {slot.name: self._part(slot is site.bias) for slot in site.slots}
 
     def _part(self, is_bias: bool) -> Tensor:
         """The drawn weight or bias as a parameter: a view of the formed matrix, or a `Drawn` placeholder."""

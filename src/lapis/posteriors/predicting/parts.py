@@ -17,19 +17,17 @@ from lapis.batches import (
     check_finite,
     describe,
     naming,
+    stream_length,
     take,
     tensors_in,
 )
-from lapis.errors import DataError
+from lapis.errors import DataError, ModelError
 from lapis.network import Network
-from lapis.predictions import Latent, join_latents
+from lapis.predictions import Latent, LatentGaussian, LatentMixture, LatentSamples, join_latents
 from lapis.progress import track
 
 if TYPE_CHECKING:
     from lapis.posteriors.posterior import LatentKind, Posterior
-
-SMALL = 256
-"""Up to this many examples are predicted together, without measuring their memory."""
 
 COPIES = 8
 """Peak memory of a part, in multiples of its graph: outputs, tangents, gradients, and results computed from them."""
@@ -50,10 +48,24 @@ def latent_of_parts(
         if latents and generator is not None and state is not None and kind == "sampled":
             generator.set_state(state)
         with naming(where) if where else nullcontext():
-            latents.append(posterior.latent(part, kind, samples, generator))
+            latents.append(_checked(posterior.latent(part, kind, samples, generator), part, kind))
     if not latents:
         raise _nothing(posterior.facts.signature, "no batches")
     return latents[0] if len(latents) == 1 else join_latents(latents)
+
+
+def _checked(latent: Latent, inputs: Inputs, kind: LatentKind) -> Latent:
+    """A latent distribution of these inputs, as was asked for: classes from outside may give anything."""
+    length = batch_length(inputs)
+    known = isinstance(latent, (LatentGaussian, LatentSamples, LatentMixture))
+    if not known or latent.shape[0] != length or (kind == "joint") != latent.is_joint:
+        raise ModelError(
+            "The posterior's `latent` does not give what it was asked for",
+            expected=f"a latent distribution of the outputs of {length} examples, of kind {kind!r}",
+            got=type(latent).__name__ + (f" of shape {tuple(latent.shape)}" if known else ""),
+            do="return a LatentGaussian, LatentSamples or LatentMixture; joint ones for kind 'joint' only",
+        )
+    return latent
 
 
 def _parts(posterior: Posterior, x: Any, kind: LatentKind, progress: bool | None) -> Iterator[tuple[str, Inputs]]:
@@ -65,9 +77,13 @@ def _parts(posterior: Posterior, x: Any, kind: LatentKind, progress: bool | None
         inputs = check_inputs(x, network, signature)
         length = batch_length(inputs)
         step = length if kind == "joint" else _part_length(network, inputs, memory_budget)
-        total = -(-length // step)
-        for part in _split(inputs, step) if total == 1 else track(_split(inputs, step), "prediction", total, progress):
-            yield "", part
+        if step >= length:
+            yield "", inputs
+            return
+        starts = range(0, length, step)
+        for start in track(starts, "prediction", len(starts), progress):
+            stop = min(start + step, length)
+            yield f"examples {start} to {stop - 1}", take(inputs, start, stop)
         return
     if kind == "joint":
         raise DataError(
@@ -76,13 +92,12 @@ def _parts(posterior: Posterior, x: Any, kind: LatentKind, progress: bool | None
             got=type(x).__name__,
             do="pass one batch of inputs, or leave joint out",
         )
-    batches = len(x) if isinstance(x, DataLoader) and hasattr(x.dataset, "__len__") else None
-    for index, item in enumerate(track(x, "prediction", batches, progress)):
+    for index, item in enumerate(track(x, "prediction", stream_length(x), progress)):
         with naming(f"batch {index}"):
             inputs = check_inputs(_inputs_of(item), network, signature)
             step = _part_length(network, inputs, memory_budget)
-        for part in _split(inputs, step):
-            yield f"batch {index}", part
+        for start in range(0, batch_length(inputs), step):
+            yield f"batch {index}", take(inputs, start, start + step)
 
 
 def _inputs_of(item: Any) -> Any:
@@ -90,23 +105,15 @@ def _inputs_of(item: Any) -> Any:
     return item[0] if isinstance(item, (tuple, list)) and len(item) in (1, 2) else item
 
 
-def _split(inputs: Inputs, step: int) -> Iterator[Inputs]:
-    length = batch_length(inputs)
-    if length <= step:
-        yield inputs
-        return
-    for start in range(0, length, step):
-        yield take(inputs, start, min(start + step, length))
-
-
 def _part_length(network: Network, inputs: Inputs, memory_budget: int) -> int:
     """How many examples fit the memory budget, estimated from the graph of one example."""
-    length = batch_length(inputs)
-    if length <= SMALL:
-        return length
-    with network.prepared():
-        output, held = network.traced(take(inputs, 0, 1))
-    return max(1, min(length, memory_budget // (COPIES * max(1, sum(held) + output.nbytes))))
+    example = take(inputs, 0, 1)
+    key = describe(example)
+    if key not in network.example_bytes:
+        with network.prepared():
+            output, held = network.traced(example)
+        network.example_bytes[key] = max(1, sum(held) + output.nbytes)
+    return max(1, min(batch_length(inputs), memory_budget // (COPIES * network.example_bytes[key])))
 
 
 def check_inputs(inputs: Any, network: Network, signature: str) -> Inputs:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
-from lapis.batches import Inputs, all_finite, batch_length, describe, take
+from lapis.batches import Inputs, all_finite, batch_length, describe, map_tensors
 from lapis.curvature.outputs import check_outputs
 from lapis.curvature.products.differentiation import DERIVATIVE_ERRORS, differentiable
 from lapis.curvature.recording.pooling import QuickPooling
@@ -33,8 +34,8 @@ Canonical = Callable[[Tensor], Tensor]
 SHORTCUTS = "networks drawn by shortcuts"
 """Name in `Network.proofs`."""
 
-COMPARED_EXAMPLES = 8
-"""Examples on which the first network drawn by shortcuts is compared with one drawn without."""
+COMPARED_EXAMPLES = 4
+"""First examples, and last ones, on which networks drawn by shortcuts are compared with the same drawn plainly."""
 
 SMALL_NETWORK, SMALL_DRAWS, SMALL_RUN = 2**16, 16 * 2**20, 4 * 2**20
 """Limits for running networks together: weights, bytes of all draws, and bytes of one layer's outputs in a run."""
@@ -54,13 +55,16 @@ def drawn_outputs(
         return (network.unflatten(weights) for weights in posterior.draws(samples, source))
 
     def agrees() -> bool:
-        """Compare the first network, on a few examples, with the same draw made without shortcuts."""
+        """Compare the first two networks, on the first and last examples, with the same draws made plainly."""
         source = torch.Generator(generator.device)
         source.set_state(state)
-        few = take(inputs, 0, min(COMPARED_EXAMPLES, batch_length(inputs)))
+        length = batch_length(inputs)
+        every = torch.arange(length)
+        ends = torch.cat([every[:COMPARED_EXAMPLES], every[COMPARED_EXAMPLES:][-COMPARED_EXAMPLES:]])
+        few = map_tensors(lambda tensor: tensor[ends.to(tensor.device)], inputs)
         with network.prepared(), torch.no_grad():
-            expected = canonical(network.call(few, next(iter(plain(source)))))
-        return close(expected, values[0, : len(expected)])
+            expected = [canonical(network.call(few, each)) for each in islice(plain(source), 2)]
+        return close(torch.stack(expected), values[: len(expected), ends])
 
     if SHORTCUTS not in network.proofs.refused:
         values, shape = _by_shortcuts(posterior, inputs, samples, generator)
