@@ -636,3 +636,23 @@ def test_drawn_networks_are_freed_with_their_part(monkeypatch: pytest.MonkeyPatc
         assert all(matrix() is None for matrix in made)
     finally:
         gc.enable()
+
+
+def test_results_of_parts_are_joined_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 37 parts at most log2(37) + 2 results are alive at a time: small ones that stay would fragment the memory."""
+    posterior, _, _ = fitted("diagonal")
+    x = PROBLEMS["classification"].inputs(37)
+    whole, alive, most = answer(posterior, x, "classification"), [], []
+    latent = type(posterior).latent
+
+    def noted(self: Posterior, *args: Any) -> Any:
+        found = latent(self, *args)
+        most.append(sum(each() is not None for each in alive))
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(type(posterior), "latent", noted)
+    monkeypatch.setattr(prediction_parts, "COPIES", posterior.facts.memory_budget)
+    torch.testing.assert_close(answer(posterior, x, "classification"), whole)
+    assert len(alive) == 37
+    assert max(most) <= 7

@@ -43,12 +43,18 @@ def latent_of_parts(
 ) -> Latent:
     """The outputs' distribution at `x`, computed part by part, with the same drawn networks for every part."""
     latents: list[Latent] = []
+    counts: list[int] = []
+    """Parts behind each latent. Equal counts are joined at once: many small results that stay between large tensors that
+    are freed would keep the allocator from using that memory again."""
     state = None if generator is None else generator.get_state()
     for where, part in _parts(posterior, x, kind, progress):
-        if latents and generator is not None and state is not None and kind == "sampled":
+        if counts and generator is not None and state is not None and kind == "sampled":
             generator.set_state(state)
         with naming(where) if where else nullcontext():
             latents.append(_checked(posterior.latent(part, kind, samples, generator), part, kind))
+        counts.append(1)
+        while len(counts) > 1 and counts[-1] == counts[-2]:
+            latents[-2:], counts[-2:] = [join_latents(latents[-2:])], [2 * counts[-1]]
     if not latents:
         raise _nothing(posterior.facts.signature, "no batches")
     return latents[0] if len(latents) == 1 else join_latents(latents)
