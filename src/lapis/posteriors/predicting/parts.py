@@ -21,7 +21,7 @@ from lapis.batches import (
     take,
     tensors_in,
 )
-from lapis.errors import DataError, ModelError
+from lapis.errors import DataError, LapisError, ModelError
 from lapis.network import Network
 from lapis.predictions import Latent, LatentGaussian, LatentMixture, LatentSamples, join_latents
 from lapis.progress import track
@@ -44,8 +44,8 @@ def latent_of_parts(
     """The outputs' distribution at `x`, computed part by part, with the same drawn networks for every part."""
     latents: list[Latent] = []
     counts: list[int] = []
-    """Parts behind each latent. Equal counts are joined at once: many small results that stay between large tensors that
-    are freed would keep the allocator from using that memory again."""
+    """Parts behind each latent. Equal counts are joined at once: many small results that stay, between large tensors
+    that are freed, would keep the allocator from using that memory again."""
     state = None if generator is None else generator.get_state()
     for where, part in _parts(posterior, x, kind, progress):
         if counts and generator is not None and state is not None and kind == "sampled":
@@ -116,8 +116,11 @@ def _part_length(network: Network, inputs: Inputs, memory_budget: int) -> int:
     example = take(inputs, 0, 1)
     key = describe(example)
     if key not in network.example_bytes:
-        with network.prepared():
-            output, held = network.traced(example)
+        try:
+            with network.prepared():
+                output, held = network.traced(example)
+        except LapisError:
+            return batch_length(inputs)  # the prediction itself says what is wrong with the inputs
         network.example_bytes[key] = max(1, sum(held) + output.nbytes)
     return max(1, min(batch_length(inputs), memory_budget // (COPIES * network.example_bytes[key])))
 
