@@ -91,6 +91,19 @@ def break_batched_seeds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gradients.Gradients, "_grad", wrong)
 
 
+def break_one_batched_seed(patch: pytest.MonkeyPatch) -> None:
+    grad = gradients.Gradients._grad
+
+    def wrong(self: Any, seeds: Tensor, **options: Any) -> Any:
+        found = grad(self, seeds, **options)
+        if options:
+            for g in found:
+                g[0] *= WRONG
+        return found
+
+    patch.setattr(gradients.Gradients, "_grad", wrong)
+
+
 def break_vmapped_examples(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(per_example.PerExample, "_mapped", scaled(per_example.PerExample._mapped))
 
@@ -209,6 +222,7 @@ def small_networks_sampled() -> Answers:
 
 PATHS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Answers]]] = {
     "several seeds in one backward pass": (break_batched_seeds, diagonal_of_perceptron),
+    "one of several seeds": (break_one_batched_seed, diagonal_of_perceptron),
     "all examples under vmap": (break_vmapped_examples, diagonal_of_recurrent_weights),
     "patches of images": (break_patches, diagonal_of_images),
     "moments of patches": (break_patch_moments, kronecker_inputs_of_images),

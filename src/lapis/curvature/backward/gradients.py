@@ -74,17 +74,15 @@ class Gradients:
         except RuntimeError:
             self.proofs.refused.add(BATCHED)
             return None
-
         key = (tuple(seeds.shape), *(call.output_shape for call in self.calls))
 
         def agrees() -> bool:
             """A mixture of the seeds' gradients is the gradient of the mixed seed."""
-            mix = torch.linspace(-1, 1, len(seeds) + 1, dtype=seeds.dtype, device=seeds.device)[1:]
+            mix = torch.linspace(1, 2, len(seeds), dtype=seeds.dtype, device=seeds.device)
             truth = self._grad(torch.einsum("m,mbtc->btc", mix, seeds))
             return all(
-                close(one, torch.einsum("m,m...->...", mix, many))
+                one is None or (many is not None and close(one, torch.einsum("m,m...->...", mix, many)))
                 for one, many in zip(truth, found, strict=True)
-                if one is not None and many is not None
             )
 
         return found if self.proofs.holds(BATCHED, key, agrees) else None
