@@ -50,11 +50,11 @@ def check_positive(name: str, value: Any) -> None:
 
     >>> check_positive("tolerance", -1)
     Traceback (most recent call last):
-    lapis.errors.OptionError: Bad tolerance. Expected: a finite number above 0. Got: -1. Do: pass such a number.
+    lapis.errors.OptionError: Bad tolerance. Expected: a positive number. Got: -1. Do: pass such a number.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
-        raise OptionError(f"Bad {name}", expected="a finite number above 0", got=repr(value), do="pass such a number")
+        raise OptionError(f"Bad {name}", expected="a positive number", got=repr(value), do="pass such a number")
 
 
 def check_generator(generator: Any) -> None:

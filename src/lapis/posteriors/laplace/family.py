@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ from lapis.errors import OptionError
 from lapis.evidence import TangentMode, Tuning
 from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network
+from lapis.options import check_count, check_positive
 from lapis.posteriors.over_weights import GaussianPosterior
 from lapis.posteriors.posterior import Facts, State
 from lapis.priors import Groups, Prior, WeightPrior, as_prior
@@ -24,6 +24,22 @@ TANGENT = ("converged", "remaining", "iterations", "products", "reason")
 """Fields of `TangentMode` that a file holds besides its tensors."""
 
 Self = TypeVar("Self", bound="LaplaceFamily")
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The arguments of `LaplaceFamily.tune`; None where the structure's default is meant."""
+
+    method: str | None
+    groups: Groups | None
+    noise: bool
+    max_iterations: int | None
+    tolerance: float | None
+    samples: int | None
+    solver: str | None
+    batch_size: int | None
+    generator: torch.Generator | None
+    progress: bool | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -95,7 +111,6 @@ class LaplaceFamily(GaussianPosterior):
         """
         return self._evidence(self._logdet())
 
-    @abstractmethod
     def tune(
         self: Self,
         *,
@@ -131,6 +146,19 @@ class LaplaceFamily(GaussianPosterior):
             generator: for "draws"; seeded with 0 when not given.
             progress: show a bar for passes over data; by default on a terminal only.
         """
+        if max_iterations is not None:
+            check_count("max_iterations", max_iterations)
+        if tolerance is not None:
+            check_positive("tolerance", tolerance)
+        return self._tune(
+            TuneOptions(
+                method, groups, noise, max_iterations, tolerance, samples, solver, batch_size, generator, progress
+            )
+        )
+
+    @abstractmethod
+    def _tune(self: Self, asked: TuneOptions) -> Self:
+        """As `tune`, with the structure's own defaults; options without a meaning for it are refused."""
 
     @abstractmethod
     def at_tangent_mode(
@@ -272,10 +300,7 @@ class LaplaceFamily(GaussianPosterior):
 
 def check_temperature(temperature: float) -> None:
     """Raise OptionError unless the temperature is a positive number."""
-    if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
-        raise OptionError(
-            "Bad temperature", expected="a positive number", got=repr(temperature), do="use 1 for Bayes' rule"
-        )
+    check_positive("temperature", temperature)
 
 
 def refuse_options(reason: str, **options: Any) -> None:

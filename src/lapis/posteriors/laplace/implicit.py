@@ -16,17 +16,17 @@ from lapis.curvature.products.ggn import ImplicitCurvature, ImplicitGaussian, So
 from lapis.errors import LapisWarning, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.options import check_choice, check_count, check_positive
+from lapis.options import check_choice, check_count
 from lapis.posteriors.laplace import drawing, tuning_by_draws
 from lapis.posteriors.laplace.drawn import DrawnPosterior
-from lapis.posteriors.laplace.family import LaplaceFamily, refuse_options
+from lapis.posteriors.laplace.family import LaplaceFamily, TuneOptions, refuse_options
 from lapis.posteriors.laplace.same_data import same_batches
 from lapis.posteriors.laplace.solver import TOLERANCES, Solver
 from lapis.posteriors.laplace.tuning_by_evidence import checked, regrouped
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.linearised import by_solves
 from lapis.predictions import LatentGaussian
-from lapis.priors import Groups, Prior
+from lapis.priors import Prior
 from lapis.progress import track
 from lapis.solvers import (
     CallablePreconditioner,
@@ -275,41 +275,25 @@ class ImplicitPosterior(LaplaceFamily):
             [f"exact GGN by products, solved in the space of {self.space}"],
         )
 
-    def tune(
-        self,
-        *,
-        method: Literal["gradient", "fixed_point", "draws"] | None = None,
-        groups: Groups | None = None,
-        noise: bool = True,
-        max_iterations: int | None = None,
-        tolerance: float | None = None,
-        samples: int | None = None,
-        solver: Literal["cg", "sgd"] | None = None,
-        batch_size: int | None = None,
-        generator: torch.Generator | None = None,
-        progress: bool | None = None,
-    ) -> ImplicitPosterior:
-        """See `LaplaceFamily.tune`; call `draw` afterwards for a posterior to predict with."""
+    def _tune(self, asked: TuneOptions) -> ImplicitPosterior:
+        """From draws; call `draw` afterwards for a posterior to predict with."""
         self.check_network()
-        check_choice("method", "draws" if method is None else method, ("draws",))
-        if solver != "sgd":
-            refuse_options("Conjugate gradients see all data", batch_size=batch_size)
-        count, rounds = 4 if samples is None else samples, 10 if max_iterations is None else max_iterations
-        check_count("max_iterations", rounds)
-        allowed = 0.01 if tolerance is None else tolerance
-        check_positive("tolerance", allowed)
-        source = self.source(count, generator)
-        posterior = self if groups is None else regrouped(self, groups)
+        check_choice("method", "draws" if asked.method is None else asked.method, ("draws",))
+        if asked.solver != "sgd":
+            refuse_options("Conjugate gradients see all data", batch_size=asked.batch_size)
+        samples = 4 if asked.samples is None else asked.samples
+        source = self.source(samples, asked.generator)
+        posterior = self if asked.groups is None else regrouped(self, asked.groups)
         return tuning_by_draws.tune(
             posterior,
-            samples=count,
-            solver="cg" if solver is None else solver,
-            batch_size=128 if batch_size is None else batch_size,
-            noise=noise,
-            rounds=rounds,
-            tolerance=allowed,
+            samples=samples,
+            solver="cg" if asked.solver is None else asked.solver,
+            batch_size=128 if asked.batch_size is None else asked.batch_size,
+            noise=asked.noise,
+            rounds=10 if asked.max_iterations is None else asked.max_iterations,
+            tolerance=0.01 if asked.tolerance is None else asked.tolerance,
             generator=source,
-            progress=progress,
+            progress=asked.progress,
         )
 
     def at_tangent_mode(

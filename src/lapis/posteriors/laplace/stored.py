@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,14 +22,14 @@ from lapis.errors import MemoryBudgetError
 from lapis.evidence import Training
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.options import check_choice, check_count, check_generator, check_positive
+from lapis.options import check_choice, check_generator
 from lapis.posteriors.laplace import tuning_by_evidence as tuning
-from lapis.posteriors.laplace.family import LaplaceFamily, refuse_options
+from lapis.posteriors.laplace.family import LaplaceFamily, TuneOptions, refuse_options
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.drawn_network import DrawnNetwork, white_noise
 from lapis.posteriors.predicting.linearised import linearised
 from lapis.predictions import LatentGaussian
-from lapis.priors import Groups, WeightPrior
+from lapis.priors import WeightPrior
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,35 +136,19 @@ class LaplacePosterior(LaplaceFamily):
             return determined.sum()
         return torch.zeros_like(prior.precision).index_add(0, prior.group_index(), determined)
 
-    def tune(
-        self,
-        *,
-        method: Literal["gradient", "fixed_point", "draws"] | None = None,
-        groups: Groups | None = None,
-        noise: bool = True,
-        max_iterations: int | None = None,
-        tolerance: float | None = None,
-        samples: int | None = None,
-        solver: Literal["cg", "sgd"] | None = None,
-        batch_size: int | None = None,
-        generator: torch.Generator | None = None,
-        progress: bool | None = None,
-    ) -> LaplacePosterior:
-        """See `LaplaceFamily.tune`. Needs no pass over data, unless the evidence is taken at the tangent mode."""
-        chosen = "gradient" if method is None else method
-        check_choice("method", chosen, ("gradient", "fixed_point"))
+    def _tune(self, asked: TuneOptions) -> LaplacePosterior:
+        """Needs no pass over data, unless the evidence is taken at the tangent mode."""
+        method = "gradient" if asked.method is None else asked.method
+        check_choice("method", method, ("gradient", "fixed_point"))
         refuse_options(
             "A stored posterior is tuned without draws",
-            samples=samples,
-            solver=solver,
-            batch_size=batch_size,
-            generator=generator,
+            samples=asked.samples,
+            solver=asked.solver,
+            batch_size=asked.batch_size,
+            generator=asked.generator,
         )
-        iterations = 200 if max_iterations is None else max_iterations
-        check_count("max_iterations", iterations)
-        if tolerance is not None:
-            check_positive("tolerance", tolerance)
-        return tuning.tune(self, chosen, groups, noise, iterations, tolerance)
+        iterations = 200 if asked.max_iterations is None else asked.max_iterations
+        return tuning.tune(self, method, asked.groups, asked.noise, iterations, asked.tolerance)
 
     def at_tangent_mode(
         self,
