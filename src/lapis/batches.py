@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -290,7 +291,7 @@ def digest(inputs: Inputs, targets: Tensor) -> int:
 
 
 @cache
-def _column_keys(count: int) -> np.ndarray:
+def _column_keys(count: int) -> NDArray[Any]:
     """A pseudorandom multiplier for each column, so that the order of an example's numbers matters."""
     return _mixed(np.arange(1, count + 1, dtype=np.int64))
 
@@ -300,9 +301,9 @@ def _subsampled(rows: Tensor) -> Tensor:
     return rows[:, :: max(1, rows.shape[1] // DIGEST_ENTRIES)]
 
 
-def _mixed(numbers: np.ndarray) -> np.ndarray:
+def _mixed(numbers: NDArray[Any]) -> NDArray[Any]:
     """A hash of each 64-bit integer (splitmix64 with arithmetic shifts)."""
-    mixed: np.ndarray = numbers * -7046029254386353131
+    mixed: NDArray[Any] = numbers * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed ^= mixed >> shift
         mixed *= factor

@@ -9,8 +9,10 @@ it raises the evidence.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lapis.evidence.point import Evaluate, Point, limits
 from lapis.evidence.search import HALVINGS, Search, within
@@ -23,7 +25,7 @@ def climb(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: f
     """Iterate from `start` until every step in a logarithm is at most `tolerance`."""
     bounds = limits(start)
     point, trace, evaluations = start, [start.value], 1
-    past: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=MEMORY)
+    past: deque[tuple[NDArray[Any], NDArray[Any]]] = deque(maxlen=MEMORY)
     for iteration in range(max_iterations):
         step = within(point.logs, point.fixed_point_step(), bounds)
         if np.abs(step).max() <= tolerance:
@@ -55,10 +57,10 @@ def climb(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: f
     return Search(point, tuple(trace), max_iterations, evaluations, False, reason)
 
 
-def _extrapolated(past: deque[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+def _extrapolated(past: deque[tuple[NDArray[Any], NDArray[Any]]]) -> NDArray[Any]:
     """Anderson's step: the combination of past iterates whose steps cancel best, and its own step."""
     iterates, steps = (np.stack(parts, 1) for parts in zip(*past, strict=True))
     differences = np.diff(steps)
     mix = np.linalg.lstsq(differences, steps[:, -1], rcond=None)[0]
-    step: np.ndarray = steps[:, -1] - (np.diff(iterates) + differences) @ mix
+    step: NDArray[Any] = steps[:, -1] - (np.diff(iterates) + differences) @ mix
     return step

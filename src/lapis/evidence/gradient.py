@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import minimize
 
 from lapis.evidence.point import Evaluate, Point, limits, relative_error
@@ -27,7 +28,7 @@ def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: 
     points = [start]
     trace = [start.value]
 
-    def negative(logs: np.ndarray) -> tuple[float, np.ndarray]:
+    def negative(logs: NDArray[Any]) -> tuple[float, NDArray[Any]]:
         if np.array_equal(logs, start.logs):
             return -start.value, -start.slope
         point = evaluate(logs.copy())

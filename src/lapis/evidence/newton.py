@@ -7,7 +7,10 @@ matrix (a diagonal, one row and one column) and the linear system costs one pass
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from lapis.evidence.point import Evaluate, Point, limits, relative_error
 from lapis.evidence.search import FLAT, HALVINGS, Search, within
@@ -51,7 +54,7 @@ def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: 
     return Search(point, tuple(trace), iterations, evaluations, converged, reason)
 
 
-def _step(point: Point, bounds: np.ndarray) -> np.ndarray:
+def _step(point: Point, bounds: NDArray[Any]) -> NDArray[Any]:
     """Newton's step for the coordinates that are not at a bound, shortened to stay within the bounds.
 
     Shortening coordinates can turn the step downhill; then the slope, divided by the Hessian's diagonal, is used.

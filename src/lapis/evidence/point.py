@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lapis.errors import NotPositiveDefiniteError
@@ -48,38 +49,38 @@ class Point:
     E the sum of squared errors over the noise's variance, n targets and temperature T. So the slope determines gamma.
     """
 
-    logs: np.ndarray
+    logs: NDArray[Any]
     value: float
-    slope: np.ndarray
-    penalty: np.ndarray
+    slope: NDArray[Any]
+    penalty: NDArray[Any]
     """alpha_g |theta_g - m_g|^2 for each group."""
     errors: float | None
     """E/T, or None when the noise is not tuned."""
-    spread: np.ndarray | None = None
+    spread: NDArray[Any] | None = None
     """V_g, from which second derivatives follow (see `spectral`); None when only the slope is known."""
 
     @cached_property
-    def gamma(self) -> np.ndarray:
+    def gamma(self) -> NDArray[Any]:
         """Effective parameters of each group."""
-        gamma: np.ndarray = np.maximum(2 * self.slope[: len(self.penalty)] + self.penalty, 0)
+        gamma: NDArray[Any] = np.maximum(2 * self.slope[: len(self.penalty)] + self.penalty, 0)
         return gamma
 
-    def fixed_point_step(self) -> np.ndarray:
+    def fixed_point_step(self) -> NDArray[Any]:
         """The step to alpha_g = gamma_g / |theta_g - m_g|^2 and noise^2 = SSE / (n - T gamma), in logarithms."""
-        step: np.ndarray = _log(self.gamma) - _log(self.penalty)
+        step: NDArray[Any] = _log(self.gamma) - _log(self.penalty)
         if self.errors is None:
             return step
         free = self.errors - self.slope[-1]  # (n - T gamma) / T
         return np.append(step, 0.5 * (_log(self.errors) - _log(free)))
 
 
-def _log(values: Any) -> np.ndarray:
+def _log(values: Any) -> NDArray[Any]:
     """Logarithm of numbers >= 0, where zero counts as the smallest positive float."""
-    logs: np.ndarray = np.log(np.maximum(values, np.finfo(np.float64).tiny))
+    logs: NDArray[Any] = np.log(np.maximum(values, np.finfo(np.float64).tiny))
     return logs
 
 
-def evaluate(candidate: Candidate, logs: np.ndarray) -> Point | None:
+def evaluate(candidate: Candidate, logs: NDArray[Any]) -> Point | None:
     """The evidence of a candidate at exp(logs), with its slope by automatic differentiation; None as in `Evaluate`."""
     leaf = torch.tensor(logs, dtype=torch.float64, requires_grad=True)
     try:
@@ -101,19 +102,19 @@ def evaluate(candidate: Candidate, logs: np.ndarray) -> Point | None:
     return Point(logs, float(value.detach()), slope.numpy(), penalty, errors)
 
 
-Evaluate = Callable[[np.ndarray], "Point | None"]
+Evaluate = Callable[[NDArray[Any]], "Point | None"]
 """Maps logarithms of the hyperparameters to the evidence there; None where the posterior precision is not positive
 definite in float64."""
 
 
-def limits(point: Point) -> np.ndarray:
+def limits(point: Point) -> NDArray[Any]:
     """Largest |log| of each hyperparameter; half as large for the noise, whose square is a variance."""
     bounds = np.full_like(point.logs, LARGEST_LOG)
     bounds[len(point.penalty) :] /= 2
     return bounds
 
 
-def relative_error(point: Point, bounds: np.ndarray) -> float:
+def relative_error(point: Point, bounds: NDArray[Any]) -> float:
     """Relative error of MacKay's equations: the largest slope that does not point out of range, over max(1, gamma)."""
     inside = (np.abs(point.logs) < bounds) | (point.slope * point.logs < 0)
     return float((np.abs(point.slope) * inside).max()) / max(1.0, float(point.gamma.sum()))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lapis.evidence.point import Point
 
@@ -30,8 +32,8 @@ class Search:
     reason: str
 
 
-def within(logs: np.ndarray, step: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+def within(logs: NDArray[Any], step: NDArray[Any], bounds: NDArray[Any]) -> NDArray[Any]:
     """The step, each coordinate shortened to at most LONGEST_STEP and so that logs + step stays within +-bounds."""
     short = np.minimum(np.maximum(step, -LONGEST_STEP), LONGEST_STEP)
-    moved: np.ndarray = np.minimum(np.maximum(logs + short, -bounds), bounds) - logs
+    moved: NDArray[Any] = np.minimum(np.maximum(logs + short, -bounds), bounds) - logs
     return moved

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lapis.curvature.blocks.spectrum import GroupedSpectrum
 from lapis.evidence.point import Point
@@ -29,9 +31,9 @@ class SpectralEvidence:
     spectrum: GroupedSpectrum
     scale: float
     """s_0: factor of the curvature at the current noise, temperature included."""
-    sizes: np.ndarray
+    sizes: NDArray[Any]
     """Number of weights in each group."""
-    distance: np.ndarray
+    distance: NDArray[Any]
     """|theta_g - m_g|^2."""
     log_likelihood: float
     """At the current noise, over the temperature."""
@@ -40,7 +42,7 @@ class SpectralEvidence:
     targets: float = 0.0
     """n/T, the number of targets over the temperature; to tune the noise."""
 
-    def __call__(self, logs: np.ndarray) -> Point | None:
+    def __call__(self, logs: NDArray[Any]) -> Point | None:
         """The evidence at exp(logs), or None where the posterior precision is not positive definite."""
         groups = len(self.sizes)
         noisy = len(logs) > groups
@@ -64,7 +66,7 @@ class SpectralEvidence:
             return None
         return Point(logs, value, slope, penalty, errors if noisy else None, spread)
 
-    def _sums(self, values: np.ndarray) -> np.ndarray:
+    def _sums(self, values: NDArray[Any]) -> NDArray[Any]:
         """Sums over the eigenvalues of each group."""
         counts, group = self.spectrum.counts.numpy(), self.spectrum.group
         if group is None:

@@ -6,10 +6,11 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lapis.errors import LapisWarning, NotPositiveDefiniteError, OptionError
@@ -122,7 +123,7 @@ def tune(
     return torch.from_numpy(np.exp(best.logs)).to(start.device), tuning
 
 
-def degeneracies(point: Point, tuning: Tuning, sizes: np.ndarray) -> list[str]:
+def degeneracies(point: Point, tuning: Tuning, sizes: NDArray[Any]) -> list[str]:
     """Warnings about hyperparameters that the data do not determine, and about a search that did not converge."""
     messages = []
     share = point.gamma / sizes

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 STEP = 1 / 16
@@ -68,7 +70,7 @@ _POINTS = np.arange(STENCIL) - (STENCIL // 2 - 1)
 _DENOMINATORS = np.array([np.prod([k - m for m in _POINTS if m != k], dtype=np.float64) for k in _POINTS])
 
 
-def _on_grid(values: np.ndarray) -> tuple[int, np.ndarray]:
+def _on_grid(values: NDArray[Any]) -> tuple[int, NDArray[Any]]:
     """The index of the first grid point used, and the weight of every grid point from there on.
 
     A grid point's weight is the sum over eigenvalues of its Lagrange polynomial at log(value) / STEP.
@@ -94,7 +96,7 @@ def _on_grid(values: np.ndarray) -> tuple[int, np.ndarray]:
     return low, total
 
 
-def _joined(low: int, weights: np.ndarray, zeros: int, others: np.ndarray | None = None) -> Spectrum:
+def _joined(low: int, weights: NDArray[Any], zeros: int, others: NDArray[Any] | None = None) -> Spectrum:
     """The spectrum of weighted grid points from index `low` on, a number of zeros, and others that occur once."""
     found = [np.exp(STEP * (low + np.arange(len(weights)))), np.zeros(1)]
     counts = [weights, np.full(1, float(zeros))]
