@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lapis.likelihoods._draws import on_generator
+from lapis.likelihoods._probabilities import fill_unit_interval, final_function
 from lapis.likelihoods._targets import per_output, raise_at
 from lapis.likelihoods.base import Kind, Separable
 
@@ -23,6 +24,20 @@ class Bernoulli(Separable):
 
     name: ClassVar[str] = "bernoulli"
     kind: ClassVar[Kind] = "classification"
+
+    def suspicion(self, f: Tensor) -> str | None:
+        """Outputs that are probabilities already."""
+        last = final_function(f)
+        if last is not None:
+            seen = f"the network ends in a {last}"
+        elif fill_unit_interval(f):
+            seen = f"all {f.numel()} outputs lie in [0, 1] and come near to both ends"
+        else:
+            return None
+        return (
+            f"Outputs look like probabilities: {seen}. The bernoulli likelihood takes logits and applies a sigmoid "
+            "itself. Remove the network's last sigmoid, or return torch.logit of its probabilities."
+        )
 
     def targets(self, y: Any, f: Tensor, raw_shape: Sequence[int] | None = None) -> Tensor:
         positions = None if raw_shape is None else self.positions(raw_shape)

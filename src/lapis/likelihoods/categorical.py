@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from lapis.errors import DataError, LikelihoodError, OptionError
 from lapis.likelihoods._draws import on_generator
+from lapis.likelihoods._probabilities import final_function, sum_to_one
 from lapis.likelihoods._targets import (
     as_tensor,
     check_finite,
@@ -63,6 +64,20 @@ class Categorical(Likelihood):
                 got=f"C = {f.shape[-1]}",
                 do='use likelihood="bernoulli" for one logit, or channels="first" if the classes come first',
             )
+
+    def suspicion(self, f: Tensor) -> str | None:
+        """Outputs that are probabilities already; log-probabilities are proper logits."""
+        last = final_function(f)
+        if last == "softmax" or sum_to_one(f):
+            seen = "the network ends in a softmax" if last else "every row of outputs is >= 0 and sums to one"
+        elif last == "sigmoid":
+            seen = "the network ends in a sigmoid"
+        else:
+            return None
+        return (
+            f"Outputs look like probabilities: {seen}. The categorical likelihood takes logits and applies a softmax "
+            "itself. Remove the network's last softmax or sigmoid, or return log-probabilities (log_softmax)."
+        )
 
     def targets(self, y: Any, f: Tensor, raw_shape: Sequence[int] | None = None) -> Tensor:
         """Class indices (B, T) int64, or probabilities (B, T, C) in f's dtype, each row summing to one."""

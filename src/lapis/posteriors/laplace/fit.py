@@ -38,6 +38,9 @@ log = logging.getLogger("lapis")
 MANY_OUTPUTS = 256
 """Above this many outputs per example (positions included) curvature="ggn" samples the Fisher information instead."""
 
+SUSPECTED_EXAMPLES = 512
+"""Examples whose outputs are looked at where the first few could be probabilities."""
+
 CURVATURES = {
     "ggn": "ggn",
     "exact": "ggn",
@@ -179,6 +182,9 @@ def laplace(
             else:
                 tape, outputs = planned_tape(network, likelihood.canonical, first.inputs)
             likelihood.check_outputs(outputs)
+            seen = _suspicion(network, likelihood, outputs.detach(), first)
+        if seen is not None:
+            warnings.warn(seen, LapisWarning, stacklevel=2)
         network.signature = describe(first.inputs)
         fit = _Fit(
             network, likelihood, chain([first], stream), total, weight_prior, temperature, memory_budget, progress
@@ -281,6 +287,23 @@ class _Fit:
                 stacklevel=4,
             )
         return found.note
+
+
+def _suspicion(network: Network, likelihood: Likelihood, few: Tensor, first: Batch) -> str | None:
+    """What the likelihood finds odd about outputs of the first batch; probabilities are looked for if `few` may be."""
+    if bool((few < 0).any()) or bool((few > 1).any()):
+        return likelihood.suspicion(few)
+    seen = likelihood.suspicion(likelihood.canonical(network.call(take(first.inputs, 0, len(few)))))
+    if seen is not None:
+        return seen
+    parts = [few]
+    with torch.no_grad():
+        for start in range(len(few), min(len(first), SUSPECTED_EXAMPLES), PLANNING_EXAMPLES):
+            stop = min(start + PLANNING_EXAMPLES, len(first))
+            parts.append(likelihood.canonical(network.call(take(first.inputs, start, stop))))
+            if bool((parts[-1] < 0).any()) or bool((parts[-1] > 1).any()):
+                break
+    return likelihood.suspicion(torch.cat(parts))
 
 
 def _check_structure(chosen: Structure, requested: str, curvature: str, rank: int | None) -> None:
