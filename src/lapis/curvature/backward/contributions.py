@@ -168,6 +168,14 @@ class Outer:
         g = torch.bmm(self.g.flatten(1, 3), outputs)
         return Outer(lambda: a, g.reshape(self.g.shape))
 
+    def along(self, vectors: Tensor) -> Tensor:
+        """J[b, m, k, o, :] v[k, o, :] for v (K, O, I): (B, M, K * O)."""
+        a = self.inputs()
+        products = torch.bmm(a.flatten(1, 2), vectors[..., : a.shape[-1]].mT).reshape(*a.shape[:3], -1)
+        if self.bias:
+            products = products + vectors[:, None, None, :, -1]
+        return torch.einsum("kmbto,kbto->bmko", self.g, products).flatten(2)
+
     def reduced(self) -> Outer:
         """Positions merged: the mean of a, the sum of g."""
         inputs = self.inputs
@@ -336,6 +344,10 @@ class Rows:
     def project(self, vectors: Tensor) -> Tensor:
         """J v for weight vectors v (n, entries): (B, M, n)."""
         return self.values.transpose(0, 1) @ vectors.flatten(1).mT
+
+    def along(self, vectors: Tensor) -> Tensor:
+        """J[b, m, row, :] v[row, :] for v (..., I) of as many entries: (B, M, rows)."""
+        return (self.values * vectors.reshape(-1)).unflatten(-1, (-1, vectors.shape[-1])).sum(-1).transpose(0, 1)
 
     def gradient(self, coefficients: Tensor) -> Tensor:
         return torch.einsum("bp,b->p", self.values[0], coefficients)

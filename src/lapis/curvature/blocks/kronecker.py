@@ -12,14 +12,14 @@ the weights with a one beside it: G is summed, decomposed and multiplied with on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lapis.curvature.backward.contributions import Contribution, Lookup, Outer, Rows
-from lapis.curvature.blocks.block import Block, BlockGaussian, FactoredDraw, common_group, site_precision
+from lapis.curvature.backward.contributions import Contribution, Outer, Rows
+from lapis.curvature.blocks.block import Block, common_group, site_precision
+from lapis.curvature.blocks.eigenbasis import EigenbasisGaussian
 from lapis.curvature.blocks.spectrum import Spectrum, product_spectrum, spectrum
 from lapis.curvature.moments import Moment, symmetric
 from lapis.curvature.recording.sites import Site
@@ -122,19 +122,11 @@ class KroneckerBlock(Block):
         return [(prior.group_of[slot.name], part) for slot, part in zip(slots, self._spectra, strict=True)]
 
     def check(self, prior: WeightPrior) -> None:
-        if prior.group_of is None or prior.scales is not None:
-            raise PriorError(
-                "A Kronecker posterior cannot hold a prior precision for every weight",
-                expected="precisions that are shared within each parameter",
-                got='groups="weight"' if prior.group_of is None else "a prior with scales",
-                do='use structure "diagonal" or "dense", or groups="parameter"',
-            )
+        check_shared_precisions(prior)
 
     def gaussian(self, prior: WeightPrior, scale: Tensor) -> KroneckerGaussian:
         self.check(prior)
-        precision = site_precision(prior, self.site)
-        # where they differ, one for the weights' columns and one for the bias
-        return KroneckerGaussian(self, precision if precision.dim() == 0 else precision[0, 0], scale)
+        return KroneckerGaussian(self, column_precision(prior, self.site), scale)
 
     def state(self) -> dict[str, Tensor]:
         return {"inputs": self.inputs, "gradients": self.gradients, "positions": self.positions}
@@ -148,99 +140,46 @@ class KroneckerBlock(Block):
         return {"sharing": self.sharing, "bias": self.bias}
 
 
-class KroneckerGaussian(BlockGaussian):
-    """Precision (Q_G (x) W) diag(eigenvalues) (Q_G (x) W)^T, so covariance (Q_G (x) R) diag(1 / eigenvalues) (...)^T.
+class KroneckerGaussian(EigenbasisGaussian):
+    """Eigenvalues scale * l_G l_A + prior. With one prior precision W = R = Q_A (see `EigenbasisGaussian`).
 
-    With one prior precision W = R = Q_A; with one for each input column, D, W = D^1/2 Q_A and R = D^-1/2 Q_A. A
-    separate bias is an eigenvector of A already and keeps its own precision. For look-ups W and R are the identity,
-    written None.
+    With one for each input column, D, W = D^1/2 Q_A and R = D^-1/2 Q_A, where Q_A belongs to D^-1/2 A D^-1/2. A
+    separate bias is an eigenvector of A already and keeps its own precision. For look-ups W and R are the identity.
     """
 
     def __init__(self, block: KroneckerBlock, prior: Tensor, scale: Tensor) -> None:
-        self.block, self.prior, self.scale = block, prior, scale
-        values_g, self.outputs, values_a, vectors_a = block.eigen()
-        self.shift = prior
-        self.scaled = prior.dim() > 0 and not block.separate_bias
-        if not self.scaled:
-            self.forth = self.back = vectors_a
-        else:
+        values_g, vectors_g, values_a, forth = block.eigen()
+        back, shift = forth, prior
+        self.rescaled: Tensor | None = None
+        if prior.dim() > 0 and not block.separate_bias:
             root = prior.sqrt()  # its gradient needs both triangles of the matrix below
             values_a, vectors = _eigh(symmetric(block.mean_inputs()) / root / root[:, None])
-            self.forth, self.back = vectors * root[:, None], vectors / root[:, None]
-            self.shift = torch.ones_like(root[0])
-        self.values = values_g, values_a
-        self._casts: dict[torch.dtype, tuple[Tensor, Tensor, Tensor | None]] = {}
-
-    @cached_property
-    def eigenvalues(self) -> Tensor:
-        """Of the precision in the factors' bases, (K, O, I)."""
-        values_g, values_a = self.values
-        return self.scale * values_g[:, :, None] * values_a[:, None, :] + self.shift
+            forth, back, shift = vectors * root[:, None], vectors / root[:, None], torch.ones_like(root[0])
+            self.rescaled = prior
+        super().__init__(scale * values_g[:, :, None] * values_a[:, None, :] + shift, vectors_g, forth, back)
 
     def logdet(self) -> Tensor:
-        value = self.eigenvalues.log().sum()
-        groups, outputs, _ = self.block.site.shape
-        return value + groups * outputs * self.prior.log().sum() if self.scaled else value
+        if self.rescaled is None:
+            return super().logdet()
+        groups, outputs, _ = self.eigenvalues.shape
+        return super().logdet() + groups * outputs * self.rescaled.log().sum()
 
-    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Variances 1 / eigenvalues, Q_G and R in the network's dtype; kept for the next call."""
-        if dtype not in self._casts:
-            back = None if self.back is None else self.back.to(dtype)
-            self._casts[dtype] = (self.eigenvalues.reciprocal().to(dtype), self.outputs.to(dtype), back)
-        return self._casts[dtype]
 
-    def _array(self, vectors: Tensor) -> Tensor:
-        return vectors.reshape(*vectors.shape[:-1], *self.block.site.shape)
+def column_precision(prior: WeightPrior, site: Site) -> Tensor:
+    """One prior precision for all weights (0-d), or where weight and bias differ one for each input column, (I,)."""
+    precision = site_precision(prior, site)
+    return precision if precision.dim() == 0 else precision[0, 0]
 
-    def color(self, noise: Tensor) -> Tensor:
-        variance, outputs, back = self.factors(noise.dtype)
-        draws = outputs @ (self._array(noise) * variance.sqrt())
-        return (draws if back is None else draws @ back.mT).flatten(1)
 
-    def factored(self, dtype: torch.dtype) -> FactoredDraw | None:
-        variance, outputs, back = self.factors(dtype)
-        if back is None or len(outputs) > 1:
-            return None
-        return FactoredDraw(variance[0].sqrt(), outputs[0], back[0])
-
-    def _through(self, vectors: Tensor, values: Tensor, basis: Tensor | None) -> Tensor:
-        """(Q_G (x) basis) diag(values) (Q_G (x) basis)^T times vectors."""
-        array = self._array(vectors)
-        array = self.outputs.mT @ (array if basis is None else array @ basis)
-        array = self.outputs @ (values * array)
-        return (array if basis is None else array @ basis.mT).flatten(1)
-
-    def multiply(self, vectors: Tensor) -> Tensor:
-        return self._through(vectors, self.eigenvalues, self.forth)
-
-    def solve(self, vectors: Tensor) -> Tensor:
-        return self._through(vectors, self.eigenvalues.reciprocal(), self.back)
-
-    def variance(self) -> Tensor:
-        spread = self.outputs.square() @ self.eigenvalues.reciprocal()
-        return (spread if self.back is None else spread @ self.back.square().mT).reshape(-1)
-
-    def _rotated(self, contribution: Contribution) -> tuple[Contribution, Tensor]:
-        """The Jacobian in the basis where the covariance is diagonal, and that diagonal."""
-        variance, outputs, back = self.factors(contribution.dtype)
-        if isinstance(contribution, Lookup):
-            return contribution.rotate(outputs), variance
-        if isinstance(contribution, Rows):
-            return contribution.rotate(back, outputs, self.block.site.shape), variance
-        assert back is not None
-        return contribution.rotate(back, outputs), variance
-
-    def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
-        rotated, variance = self._rotated(contributions[0])
-        return rotated.covariance(variance, diagonal)
-
-    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
-        rotated, variance = self._rotated(contributions[0])
-        return rotated.joint(variance)
-
-    def matrix(self) -> Tensor:
-        size = self.block.size
-        return self.multiply(torch.eye(size, dtype=torch.float64, device=self.eigenvalues.device))
+def check_shared_precisions(prior: WeightPrior) -> None:
+    """Raise PriorError for precisions that differ within a parameter, which no Kronecker basis keeps apart."""
+    if prior.group_of is None or prior.scales is not None:
+        raise PriorError(
+            "A Kronecker posterior cannot hold a prior precision for every weight",
+            expected="precisions that are shared within each parameter",
+            got='groups="weight"' if prior.group_of is None else "a prior with scales",
+            do='use structure "diagonal" or "dense", or groups="parameter"',
+        )
 
 
 def _eigh_in_place(lower: Tensor) -> tuple[Tensor, Tensor]:
