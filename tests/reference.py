@@ -11,6 +11,7 @@ that require gradients, tied ones once. The model is copied, so hooks and modes 
         expand:  A = sum_{n,t} a a^T / sum_n T_n,         G = sum_{n,m,t} g g^T
         reduce:  A = mean_n (mean_t a)(mean_t a)^T,       G = sum_{n,m} (sum_t g)(sum_t g)^T
     Embeddings always expand (their mean inputs would fill a V x V matrix); a padding token is no position.
+    EKFAC block: Q diag(Q^T B Q) Q^T, Q the eigenvectors of kron(G, A) and B the layer's block of the GGN
 """
 
 from __future__ import annotations
@@ -461,9 +462,14 @@ def capture(
 
 
 def kronecker(
-    model: nn.Module, exact: Tensor, captures: list[Capture], sharing: str = "expand", bias: str = "joint"
+    model: nn.Module,
+    exact: Tensor,
+    captures: list[Capture],
+    sharing: str = "expand",
+    bias: str = "joint",
+    corrected: bool = False,
 ) -> Tensor:
-    """Block-diagonal (P, P): kron(G, A) for matrix layers, parts of `exact` for other weights."""
+    """Block-diagonal (P, P): kron(G, A), or EKFAC if `corrected`, for matrix layers, parts of `exact` for others."""
     result = torch.zeros_like(exact)
     covered = torch.zeros(len(exact), dtype=torch.bool)
     for each in captures:
@@ -471,7 +477,11 @@ def kronecker(
             where = index.reshape(-1)
             assert not covered[where].any()
             covered[where] = True
-            result[where[:, None], where] = torch.kron(g_factor, a_factor)
+            block = torch.kron(g_factor, a_factor)
+            if corrected:
+                basis = torch.kron(torch.linalg.eigh(g_factor)[1], torch.linalg.eigh(a_factor)[1])
+                block = basis @ torch.diag((basis.T @ exact[where[:, None], where] @ basis).diagonal()) @ basis.T
+            result[where[:, None], where] = block
 
     start = 0
     for parameter in parameters(model).values():
@@ -555,6 +565,7 @@ def case_curvature(
 ) -> Tensor:
     """The (P, P) curvature by a structure's definition."""
     exact = case_empirical_fisher(name) if curvature == "empirical" else case_ggn(name)
-    if structure == "kronecker":
-        return kronecker(case_data(name)[0], exact, case_captures(name, curvature), sharing, bias)
+    if structure in ("kronecker", "ekfac"):
+        captures = case_captures(name, curvature)
+        return kronecker(case_data(name)[0], exact, captures, sharing, bias, corrected=structure == "ekfac")
     return exact if structure == "dense" else torch.diag(exact.diagonal())

@@ -142,6 +142,7 @@ POSTERIORS: dict[str, Fit] = {
     "dense": structure("dense"),
     "diagonal": structure("diagonal"),
     "kronecker": structure("kronecker"),
+    "ekfac": structure("ekfac"),
     "last layer": structure("kronecker", weights="last_layer"),
     "lowrank": structure("lowrank", rank=10),
     "implicit": structure("implicit"),
@@ -552,7 +553,7 @@ def test_the_evidence_is_about_the_tangent_at_t_wherever_the_mean_is() -> None:
         torch.testing.assert_close(plain.tune().weight_prior.precision, other.tune().weight_prior.precision)
 
 
-@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "lowrank", "implicit"])
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "ekfac", "lowrank", "implicit"])
 def test_the_family_takes_the_same_arguments_and_refuses_the_same_mistakes(structure: str) -> None:
     torch.manual_seed(0)
     model, data = mlp(2).double(), (normal(3)(9), normal(2)(9))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import lapis
 import reference
 from cases import CASES, F64, GatedTie, MaskedTokens, WeightedPositions, call, categorical, take
+from eigenbases import assert_defined, bases_of
 from lapis.curvature import plan
 from lapis.curvature.backward.record import Record
 from lapis.curvature.blocks import gram
@@ -128,6 +129,18 @@ def test_reduced_kronecker_with_separate_bias_is_its_definition(name: str) -> No
     options = {"sharing": "reduce", "bias": "separate"}
     expected = reference.case_curvature(name, "kronecker", **options)
     assert relative_error(curvature_in(fit(name, "kronecker", **options)), expected) < 1e-9
+
+
+@every_case
+def test_ekfac_is_its_definition_with_the_exact_trace_and_nearer_than_kronecker(name: str) -> None:
+    posterior = posterior_of(name, "ekfac")
+    assert_defined(posterior, name)
+    found, exact = curvature_in(posterior), reference.case_ggn(name)
+    kronecker = reference.case_curvature(name, "kronecker")
+    for where, _ in bases_of(posterior):
+        ours, theirs, right = (matrix[where[:, None], where] for matrix in (found, kronecker, exact))
+        assert float(ours.trace()) == pytest.approx(float(right.trace()), rel=1e-9, abs=1e-12)
+        assert float((ours - right).norm()) <= float((theirs - right).norm()) * (1 + 1e-9) + 1e-12
 
 
 @every_case
@@ -283,7 +296,7 @@ def test_hessian_is_the_reference(name: str) -> None:
     assert relative_error(curvature_in(parts, prior), expected) < 1e-9
 
 
-@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "ekfac"])
 def test_hessian_is_refused_where_it_has_no_meaning(structure: str) -> None:
     with pytest.raises(LapisError):
         fit("mlp_gaussian", structure, curvature="hessian")
@@ -346,9 +359,10 @@ def test_many_outputs_are_sampled_and_said_so() -> None:
     ("name", "sharing"),
     [("deep_linear", "expand"), ("deep_linear", "reduce"), ("deep_linear_pooled", "reduce")],
 )
-def test_kronecker_is_exact_on_deep_linear_networks(name: str, sharing: str) -> None:
+@pytest.mark.parametrize("structure", ["kronecker", "ekfac"])
+def test_kronecker_is_exact_on_deep_linear_networks(name: str, sharing: str, structure: str) -> None:
     """Without sharing in both flavours; with mean pooling over positions in the reduced one."""
-    found = curvature_in(fit(name, "kronecker", sharing=sharing))
+    found = curvature_in(fit(name, structure, sharing=sharing))
     exact = reference.case_ggn(name)
     sizes = [parameter.numel() for parameter in CASES[name].make_model().parameters()]
     start = 0

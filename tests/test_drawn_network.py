@@ -62,8 +62,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize(("bias", "groups"), [("joint", "one"), ("joint", "parameter"), ("separate", "layer")])
 @pytest.mark.parametrize(
     ("structure", "rows"),
-    [("kronecker", 9), ("kronecker", 900), ("diagonal", 9), ("dense", 9)],
-    ids=["kronecker", "kronecker, formed at once", "diagonal", "dense"],
+    [("kronecker", 9), ("kronecker", 900), ("ekfac", 9), ("diagonal", 9), ("dense", 9)],
+    ids=["kronecker", "kronecker, formed at once", "ekfac", "diagonal", "dense"],
 )
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_drawn_networks_are_those_of_sample(

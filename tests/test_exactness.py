@@ -28,7 +28,7 @@ import reference
 from cases import CASES
 
 F64 = torch.float64
-STRUCTURES = ("dense", "diagonal", "kronecker")
+STRUCTURES = ("dense", "diagonal", "kronecker", "ekfac")
 every_structure = pytest.mark.parametrize("structure", STRUCTURES)
 
 
@@ -116,9 +116,9 @@ exact_cases = pytest.mark.parametrize(
     ("structure", "groups", "outputs", "noise"),
     [
         pytest.param(structure, groups, outputs, noise, id=f"{structure}-{groups}-{outputs}-{name}")
-        for structure, groups in itertools.product(("dense", "kronecker"), GROUPS)
+        for structure, groups in itertools.product(("dense", "kronecker", "ekfac"), GROUPS)
         for outputs, name in ((1, "one noise"), (3, "one noise"), (3, "a noise an output"))
-        if (structure, groups) != ("kronecker", "weight")
+        if structure == "dense" or groups != "weight"
         for noise in [NOISES[name]]
     ],
 )
@@ -322,7 +322,11 @@ def test_kronecker_posterior_with_a_prior_for_each_parameter_is_factors_plus_pri
 
 @pytest.mark.parametrize(
     ("structure", "groups"),
-    [pair for pair in itertools.product(STRUCTURES, [*GROUP_SIZES, "weight"]) if pair != ("kronecker", "weight")],
+    [
+        (structure, groups)
+        for structure, groups in itertools.product(STRUCTURES, [*GROUP_SIZES, "weight"])
+        if groups != "weight" or structure in ("dense", "diagonal")
+    ],
 )
 def test_effective_parameters_are_the_trace_of_their_definition(structure: str, groups: str) -> None:
     """gamma = tr A^-1 (A - Lambda), over all weights and over each group."""
@@ -505,6 +509,9 @@ SAMPLED = {
     "dense, prior a parameter": {"structure": "dense", "groups": "parameter"},
     "kronecker, prior a parameter": {"structure": "kronecker", "groups": "parameter"},
     "kronecker, cold": {"structure": "kronecker", "temperature": 0.2},
+    "ekfac": {"structure": "ekfac"},
+    "ekfac, bias apart": {"structure": "ekfac", "bias": "separate", "groups": "parameter"},
+    "ekfac, prior a parameter": {"structure": "ekfac", "groups": "parameter"},
 }
 every_sampler = pytest.mark.parametrize("options", SAMPLED.values(), ids=SAMPLED)
 

@@ -104,7 +104,7 @@ def naive_evidence(posterior: lapis.LaplacePosterior, noise: bool) -> Any:
 CASES = [
     (structure, groups, likelihood, temperature)
     for structure, groups, (likelihood, temperature) in itertools.product(
-        ("dense", "kronecker", "separate", "diagonal"),
+        ("dense", "kronecker", "separate", "diagonal", "ekfac"),
         ("one", "layer", "parameter", "weight"),
         (("regression", 1.0), ("regression", 0.3), ("classification", 2.0)),
     )
@@ -114,7 +114,7 @@ CASES = [
 
 def mixed(structure: str, groups: str) -> bool:
     """Whether groups share eigenvectors, so that eigenvalues do not tell the log-determinant."""
-    return (structure == "dense" and groups != "one") or (structure == "kronecker" and groups == "parameter")
+    return (structure == "dense" and groups != "one") or (structure in ("kronecker", "ekfac") and groups == "parameter")
 
 
 @pytest.mark.parametrize("kept", [0, 4096], ids=["grid", "kept"])
@@ -150,7 +150,7 @@ def test_closed_form_derivatives_are_those_of_autograd(
 
 
 @pytest.mark.parametrize("groups", ["one", "layer", "parameter"])
-@pytest.mark.parametrize("structure", ["dense", "kronecker", "separate", "diagonal"])
+@pytest.mark.parametrize("structure", ["dense", "kronecker", "separate", "diagonal", "ekfac"])
 def test_log_evidence_can_be_differentiated_twice(structure: str, groups: str) -> None:
     posterior = posterior_of(structure, groups, "regression", 0.8)
 

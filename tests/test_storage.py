@@ -25,7 +25,7 @@ from lapis import files
 from lapis.errors import FileError, LapisError, ModelError
 from untouched import untouched
 
-every_structure = pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker"])
+every_structure = pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "ekfac"])
 
 
 def generator(seed: int = 5) -> torch.Generator:
@@ -126,8 +126,8 @@ PRIORS: dict[str, Any] = {
     ("name", "structure"),
     [
         (name, structure)
-        for name, structure in itertools.product(PRIORS, ("dense", "diagonal", "kronecker"))
-        if (name, structure) != ("weight", "kronecker")
+        for name, structure in itertools.product(PRIORS, ("dense", "diagonal", "kronecker", "ekfac"))
+        if name != "weight" or structure in ("dense", "diagonal")
     ],
 )
 def test_every_prior_survives(name: str, structure: str, tmp_path: Path) -> None:
@@ -142,6 +142,7 @@ def test_every_prior_survives(name: str, structure: str, tmp_path: Path) -> None
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "reduced, bias apart": {"structure": "kronecker", "sharing": "reduce", "bias": "separate"},
+    "ekfac, reduced, bias apart": {"structure": "ekfac", "sharing": "reduce", "bias": "separate"},
     "empirical": {"curvature": "empirical"},
     "sampled": {"curvature": "sampled", "fisher_samples": 3},
     "hessian": {"curvature": "hessian", "structure": "dense", "prior": 50.0},

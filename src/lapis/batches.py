@@ -267,6 +267,17 @@ def batches(
     return walk(), stream_length(stream)
 
 
+def check_repeatable(data: Any) -> None:
+    """Raise DataError for an iterator, which gives its batches only once."""
+    if isinstance(data, Iterator):
+        raise DataError(
+            "The data can be read only once",
+            expected="data for two passes: a DataLoader, a Dataset, a pair (inputs, targets), or a list of batches",
+            got=f"an iterator ({type(data).__name__})",
+            do="pass the loader itself, or list(iterator) if its batches fit in memory",
+        )
+
+
 def stream_length(stream: Iterable[Any]) -> int | None:
     """The number of batches; None when it is not known beforehand."""
     if not isinstance(stream, (Sequence, DataLoader)):

@@ -98,6 +98,8 @@ def _add_seeds(curvature: Curvature, record: Record, seeds: Tensor, first: bool)
     Blocks nearest to the output go first, and their gradients are freed: little else is then in memory when the first
     layers, usually the largest, are processed. All gradients are freed before the next seeds are backpropagated.
     """
-    contributions = dict(enumerate(record.contributions(seeds)))
+    wanted = [index for sites in curvature.sites_of for index in sites]
+    plan = curvature.tape.plan.sites
+    contributions = dict(zip(wanted, record.contributions(seeds, [plan[index] for index in wanted]), strict=True))
     for block, sites in zip(reversed(curvature.blocks), reversed(curvature.sites_of), strict=True):
         block.accumulate([contributions.pop(site) for site in sites], first=first)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from lapis.curvature.blocks.block import Block
+from lapis.curvature.blocks.partition import to_device
 from lapis.curvature.tape import Tape
 
 
@@ -54,6 +56,24 @@ class Curvature:
     @property
     def _layer_blocks(self) -> list[Block]:
         return [block for block in self.blocks if block.sites[0].kind != "rows"]
+
+    def preliminary(self) -> Curvature | None:
+        """Empty sums that some blocks need before they can begin, in a pass of its own; None where none does."""
+        found = [block.preliminary() for block in self.blocks]
+        blocks = [block for block in found if block is not None]
+        if not blocks:
+            return None
+        to_device(blocks, self.statistics.device)
+        return Curvature(
+            self.kind, self.tape, blocks, torch.zeros_like(self.statistics), 0, self.fisher_samples, self.signature,
+            self.outputs,
+        )  # fmt: skip
+
+    def begin(self, found: Curvature) -> None:
+        """Give the blocks what they need of the `preliminary` sums, which are freed one by one."""
+        for block in reversed(self.blocks):
+            if found.blocks and found.blocks[-1].sites == block.sites:
+                block.begin(found.blocks.pop())
 
     def clone(self) -> Curvature:
         """A copy that can be added to independently; it shares the tape."""

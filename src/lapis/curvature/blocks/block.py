@@ -36,6 +36,13 @@ class Block(ABC):
         self.sites = tuple(sites)
         self.size = sum(site.size for site in sites)
 
+    def preliminary(self) -> Block | None:
+        """An empty block whose sums, from a pass over the data of its own, `begin` needs; None for most structures."""
+        return None
+
+    def begin(self, found: Block) -> None:  # noqa: B027  (most structures need one pass only)
+        """Take what the sums to come refer to, such as a basis, from the `preliminary` block."""
+
     @abstractmethod
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
         """Add the contributions (one for each site) of some of a batch's seeds.

@@ -4,6 +4,7 @@
 * diagonal: every weight is independent; one block for each site.
 * kronecker: one Kronecker block for each weight matrix (with its bias); a parameter without such a form gets a dense
   block if it is small, else a diagonal one.
+* ekfac: the same, with eigenvalues that are exact in the basis of each Kronecker block.
 * lowrank: one block over all weights, given by the leading eigenpairs of its curvature.
 * implicit: no blocks at all, but products with the curvature, each a pass over the data.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from lapis.curvature.blocks.block import Block
 from lapis.curvature.blocks.dense import DenseBlock
 from lapis.curvature.blocks.diagonal import DiagonalBlock
+from lapis.curvature.blocks.ekfac import EKFACBlock
 from lapis.curvature.blocks.kronecker import KroneckerBlock
 from lapis.curvature.blocks.lowrank import LowRankBlock
 from lapis.curvature.blocks.spectrum import GroupedSpectrum, Spectrum
@@ -27,7 +29,7 @@ from lapis.curvature.recording.sites import Site
 from lapis.errors import MemoryBudgetError, OptionError
 from lapis.priors import WeightPrior
 
-Structure = Literal["dense", "diagonal", "kronecker", "lowrank", "implicit"]
+Structure = Literal["dense", "diagonal", "kronecker", "ekfac", "lowrank", "implicit"]
 
 NAMES: dict[str, Structure] = {
     "dense": "dense",
@@ -37,6 +39,7 @@ NAMES: dict[str, Structure] = {
     "kronecker": "kronecker",
     "kron": "kronecker",
     "kfac": "kronecker",
+    "ekfac": "ekfac",
     "lowrank": "lowrank",
     "low_rank": "lowrank",
     "implicit": "implicit",
@@ -64,7 +67,8 @@ def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Stru
     if name not in NAMES:
         raise OptionError(
             "Unknown structure",
-            expected='"auto", "dense" ("full"), "diagonal" ("diag"), "kronecker" ("kfac"), "lowrank" or "implicit"',
+            expected='"auto", "dense" ("full"), "diagonal" ("diag"), "kronecker" ("kfac"), "ekfac", "lowrank" or '
+            '"implicit"',
             got=repr(name),
             do="choose one of these",
         )
@@ -82,7 +86,7 @@ def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Stru
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """What blocks are made with, beside their sites: `sharing` and `bias` are for Kronecker blocks."""
+    """What blocks are made with, beside their sites: `sharing` and `bias` are for Kronecker and EKFAC blocks."""
 
     sharing: str
     bias: str
@@ -102,21 +106,33 @@ def _low_rank(sites: Sequence[Site], options: BlockOptions) -> list[Block]:
 
 
 def _kronecker(sites: Sequence[Site], options: BlockOptions) -> list[Block]:
-    needed = sum(_kronecker_bytes(site) for site in sites if site.kind != "rows")
+    return _matrices(sites, options, KroneckerBlock, _kronecker_bytes)
+
+
+def _ekfac(sites: Sequence[Site], options: BlockOptions) -> list[Block]:
+    return _matrices(sites, options, EKFACBlock, lambda site: _kronecker_bytes(site) + 8 * site.size)
+
+
+def _matrices(
+    sites: Sequence[Site],
+    options: BlockOptions,
+    kind: type[KroneckerBlock | EKFACBlock],
+    size: Callable[[Site], int],
+) -> list[Block]:
+    """Blocks of a kind for weight matrices, of `size` bytes, and small dense or diagonal ones for other weights."""
+    needed = sum(size(site) for site in sites if site.kind != "rows")
     if needed > options.memory_budget:
-        largest = max((site for site in sites if site.kind != "rows"), key=_kronecker_bytes)
+        largest = max((site for site in sites if site.kind != "rows"), key=size)
         raise MemoryBudgetError(
             "The Kronecker factors do not fit",
             expected=f"at most {options.memory_budget:,} bytes (memory_budget)",
             got=f"{needed:,} bytes, most of it for {largest.label!r}",
             do='use structure="diagonal", choose fewer weights, or a larger memory_budget',
         )
-    return [_kronecker_or_small(site, options) for site in sites]
+    return [_small(site) if site.kind == "rows" else kind([site], options.sharing, options.bias) for site in sites]
 
 
-def _kronecker_or_small(site: Site, options: BlockOptions) -> Block:
-    if site.kind != "rows":
-        return KroneckerBlock([site], options.sharing, options.bias)
+def _small(site: Site) -> Block:
     return DenseBlock([site]) if site.size <= SMALL_BLOCK else DiagonalBlock([site])
 
 
@@ -130,6 +146,7 @@ BUILDERS: dict[Structure, Callable[[Sequence[Site], BlockOptions], list[Block]]]
     "dense": _dense,
     "diagonal": _diagonal,
     "kronecker": _kronecker,
+    "ekfac": _ekfac,
     "lowrank": _low_rank,
 }
 """Structure -> the function that cuts the sites into its blocks. The implicit structure has none."""

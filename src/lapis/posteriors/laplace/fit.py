@@ -1,27 +1,27 @@
-"""Fitting a Laplace posterior: checks before any long work, a plan of the network's layers, one pass over the data."""
+"""Fitting a Laplace posterior: checks before any long work, a plan of the network's layers, passes over the data."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from lapis.batches import Batch, batches, describe, naming, take
+from lapis.batches import Batch, batches, check_repeatable, describe, naming, take
 from lapis.curvature.accumulate import accumulate
 from lapis.curvature.backward.proof import unexplained
 from lapis.curvature.blocks.lowrank import RANK_FRACTION, leading_eigenpairs
-from lapis.curvature.blocks.partition import Structure, build_blocks, resolve_structure, to_device
+from lapis.curvature.blocks.partition import NAMES, Structure, build_blocks, resolve_structure, to_device
 from lapis.curvature.plan import PLANNING_EXAMPLES, planned_tape
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.curvature.sums import Curvature
 from lapis.curvature.tape import Tape
-from lapis.errors import LapisWarning, OptionError
+from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, Weights
@@ -108,7 +108,7 @@ def laplace(
     memory_budget: int = MEMORY_BUDGET,
     progress: bool | None = None,
 ) -> LaplacePosterior | ImplicitPosterior:
-    r"""Fit a Laplace posterior to a trained network in one pass over its training data.
+    r"""Fit a Laplace posterior to a trained network in one pass over its training data (two for "ekfac").
 
     q(theta) = N(t, A^-1), A = sum_n J_n^T H_n J_n / temperature + Lambda, at the trained weights t.
 
@@ -117,9 +117,10 @@ def laplace(
         data: a DataLoader, a Dataset, a pair (inputs, targets), or an iterable of such batches. Inputs may be a tensor,
             a tuple (positional arguments) or a dictionary (keywords).
         likelihood: "regression", "classification", "binary", "poisson", "heteroscedastic", or a `Likelihood`.
-        structure: "dense", "diagonal", "kronecker", "lowrank" (leading eigenpairs of the GGN), "implicit" (nothing is
-            stored; exact, by solves over the data: an `ImplicitPosterior`), or "auto" (dense for small networks, else
-            kronecker).
+        structure: "dense", "diagonal", "kronecker", "ekfac" (Kronecker blocks with exact second moments along their
+            eigenvectors, George et al. 2018: two passes over the data; `update` keeps the eigenvectors of the fit),
+            "lowrank" (leading eigenpairs of the GGN), "implicit" (nothing is stored; exact, by solves over the data:
+            an `ImplicitPosterior`), or "auto" (dense for small networks, else kronecker).
         weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter).
         prior: a precision, or a `Prior`.
         curvature: "ggn" (exact; sampled, with a warning, when an example has very many outputs), "exact", "sampled"
@@ -127,8 +128,10 @@ def laplace(
             lowrank and implicit structures are always exact.
         temperature: the likelihood enters as p(D | theta)^(1 / temperature).
         sharing: how Kronecker factors treat positions that share weights: "expand" treats each position as an example,
-            "reduce" merges an example's positions first (mean input, summed gradient).
-        bias: whether a bias is correlated with its weights in the Kronecker posterior ("joint"), or not ("separate").
+            "reduce" merges an example's positions first (mean input, summed gradient). For "ekfac" these factors
+            give the eigenvectors only.
+        bias: whether a bias is correlated with its weights in a Kronecker or EKFAC posterior ("joint"), or not
+            ("separate").
         fisher_samples: targets drawn per example for the sampled Fisher information.
         rank: eigenpairs of the lowrank structure; when None, all above a hundredth of the smallest prior precision.
         generator: source of randomness for sampled curvature; seeded with 0 when not given.
@@ -146,8 +149,14 @@ def laplace(
     likelihood = resolve_likelihood(likelihood)
     _check_options(curvature, temperature, sharing, bias, fisher_samples, batch_size, memory_budget, rank)
     chosen_prior = as_prior(prior)
+    if NAMES.get(structure) == "ekfac":
+        check_repeatable(data)
     probe = Network(model)
-    stream, total = batches(data, dtype=probe.dtype, device=probe.device, batch_size=batch_size)
+
+    def read() -> tuple[Iterator[Batch], int | None]:
+        return batches(data, dtype=probe.dtype, device=probe.device, batch_size=batch_size)
+
+    stream, total = read()
     first = next(stream)  # an error says so where there is none
     few = take(first.inputs, 0, min(len(first), PLANNING_EXAMPLES))
     network = probe if isinstance(weights, str) and weights == "all" else Network(model, weights, example=few)
@@ -223,7 +232,7 @@ def laplace(
         if chosen == "lowrank":
             choices.append(fit.low_rank(sums, rank, source))
         else:
-            fit.sums(sums, source)
+            fit.sums(sums, source, read)
         for choice in choices:
             log.info("%s", choice)
         return LaplacePosterior(curvature=sums, choices=tuple(choices), **common(sums))
@@ -242,8 +251,26 @@ class _Fit:
     memory_budget: int
     progress: bool | None
 
-    def sums(self, curvature: Curvature, generator: torch.Generator) -> None:
-        """Add the data to the blocks."""
+    def sums(
+        self, curvature: Curvature, generator: torch.Generator, read: Callable[[], tuple[Iterator[Batch], int | None]]
+    ) -> None:
+        """Add the data to the blocks; where these need a preliminary pass, the data are `read` again."""
+        before = curvature.preliminary()
+        if before is None:
+            self._pass(curvature, generator)
+            return
+        self._pass(before, generator)
+        curvature.begin(before)
+        replace(self, stream=read()[0])._pass(curvature, generator)
+        if curvature.n_data != before.n_data:
+            raise DataError(
+                "The data changed between two passes over them",
+                expected=f"{before.n_data:,} examples, as in the first pass",
+                got=f"{curvature.n_data:,} in the second",
+                do="pass data that can be read again: a DataLoader, a Dataset, a pair, or a list of batches",
+            )
+
+    def _pass(self, curvature: Curvature, generator: torch.Generator) -> None:
         accumulate(
             curvature,
             self.network,
