@@ -1,9 +1,9 @@
 """Every setting: its data, network, training and likelihood; trained networks are kept in .cache/trust/.
 
-    from trust.settings import SETTINGS, load_setting   # with experiments/ on sys.path
+from trust.settings import SETTINGS, load_setting   # with experiments/ on sys.path
 
-    loaded = load_setting("fashion_lenet", seed=0)  # trains it, unless it is in the cache
-    posterior = lapis.laplace(loaded.model, loaded.train, loaded.likelihood)
+loaded = load_setting("fashion_lenet", seed=0)  # trains it, unless it is in the cache
+posterior = lapis.laplace(loaded.model, loaded.train, loaded.likelihood)
 """
 
 from __future__ import annotations
@@ -126,8 +126,12 @@ SETTINGS: dict[str, Setting] = {
     ),
 }  # fmt: skip
 QUICK: dict[str, Setting] = {
-    "tiny_clean": Setting("few digits, clean labels", _digits(0.0, 10), _demo_network, Training(30, batch=32)),
-    "tiny_noisy": Setting("few digits, noisy labels", _digits(0.2, 10), _demo_network, Training(30, batch=32)),
+    "tiny_clean": Setting(
+        "few digits, clean labels", _digits(0.0, 10), _demo_network, Training(30, rate=1e-2, batch=32)
+    ),
+    "tiny_noisy": Setting(
+        "few digits, noisy labels", _digits(0.2, 10), _demo_network, Training(30, rate=1e-2, batch=32)
+    ),
 }
 """For `--quick`: no file is needed, and a network trains in a tenth of a second."""
 
