@@ -125,6 +125,7 @@ SETTINGS: dict[str, Setting] = {
         "Poisson counts", data.counts, lambda: perceptron(5, (50,), 1), Training(100, rate=5e-3), "poisson",
     ),
 }  # fmt: skip
+_BRIEF = Training(30, rate=1e-2, batch=32)
 QUICK: dict[str, Setting] = {
     "tiny_clean": Setting(
         "few digits, clean labels", _digits(0.0, 10), _demo_network, Training(30, rate=1e-2, batch=32)
