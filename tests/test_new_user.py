@@ -52,7 +52,9 @@ def test_outputs_that_are_probabilities_already_are_told_of_at_the_fit(name: str
         assert not messages
     else:
         (message,) = messages
-        assert words in message and "Remove" in message and caught[0].filename == __file__
+        assert words in message
+        assert "Remove" in message
+        assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()])

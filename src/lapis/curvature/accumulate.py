@@ -20,6 +20,7 @@ from lapis.curvature.working_memory import (
     part_length,
     seeds_at_once,
 )
+from lapis.errors import ModelError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.progress import track
@@ -44,6 +45,13 @@ def accumulate(
                 _add_batch(curvature, network, likelihood, part, generator, work)
     for block in curvature.blocks:
         block.flush()
+        if not block.is_finite():
+            raise ModelError(
+                "The curvature overflows",
+                expected=f"finite sums over the data in {network.dtype}",
+                got=f"NaN or infinity for {', '.join(repr(site.label) for site in block.sites[:3])}",
+                do="rescale the inputs (mean 0, standard deviation 1), or use float64: model.double()",
+            )
 
 
 def _add_batch(

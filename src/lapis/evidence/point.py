@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lapis.errors import NotPositiveDefiniteError
+from lapis.errors import MemoryBudgetError, StructureError
 from lapis.likelihoods import Likelihood
 from lapis.priors import WeightPrior
 
@@ -88,7 +88,9 @@ def evaluate(candidate: Candidate, logs: NDArray[Any]) -> Point | None:
             model = candidate(leaf.exp())
             value = model.log_evidence()
             (slope,) = torch.autograd.grad(value, leaf)
-    except NotPositiveDefiniteError:
+    except MemoryBudgetError:
+        raise
+    except (StructureError, torch.linalg.LinAlgError):
         return None
     if not (bool(torch.isfinite(value)) and bool(torch.isfinite(slope).all())):
         return None
@@ -103,8 +105,8 @@ def evaluate(candidate: Candidate, logs: NDArray[Any]) -> Point | None:
 
 
 Evaluate = Callable[[NDArray[Any]], "Point | None"]
-"""Maps logarithms of the hyperparameters to the evidence there; None where the posterior precision is not positive
-definite in float64."""
+"""Maps logarithms of the hyperparameters to the evidence there; None where it cannot be computed in float64 (a
+posterior precision that is not positive definite, products that overflow)."""
 
 
 def limits(point: Point) -> NDArray[Any]:

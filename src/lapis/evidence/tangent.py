@@ -9,6 +9,7 @@ structure takes one product. t remains the linearisation point.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +20,7 @@ from torch import Tensor
 from lapis.batches import Batch, describe
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.curvature.products.kernel import OutputKernel
-from lapis.errors import OptionError
+from lapis.errors import NotPositiveDefiniteError, OptionError
 from lapis.evidence.dual import DualModel
 from lapis.likelihoods import Likelihood
 from lapis.options import check_count, check_positive
@@ -116,6 +117,13 @@ class TangentProblem:
             gradient = loss.gradient(f, theta)
             remaining = 0.5 * float(gradient @ precondition(gradient))
             nats = self.tolerance * max(1.0, abs(value))
+            if not math.isfinite(value + remaining):
+                raise NotPositiveDefiniteError(
+                    "The tangent model overflows",
+                    expected="a finite loss and gradient",
+                    got=f"a loss of {value:.3g}, and {remaining:.3g} for its distance from the minimum",
+                    do="use a larger prior precision or noise, rescale inputs and targets, or use float64",
+                )
             if remaining <= nats:
                 reason = f"at most {remaining:.1e} nats above the minimum"
                 break

@@ -25,6 +25,10 @@ DEGENERATE = 1e-6
 """A group's gamma this close to 0 or to its number of weights, relative to that number, causes a warning."""
 
 
+RAISE = 5.0
+"""Where the evidence cannot be computed at the start, logarithms of all precisions are raised by this until it can."""
+
+
 @dataclass(frozen=True)
 class Tuning:
     """The record of a tuning run."""
@@ -90,13 +94,13 @@ def tune(
     if tolerance is not None and not tolerance > 0:
         raise OptionError("Bad tolerance", expected="a number > 0", got=repr(tolerance), do="leave it out")
     logs = start.detach().cpu().double().log().clamp(-LARGEST_LOG, LARGEST_LOG).numpy()
-    first = evaluate(logs)
+    first = _feasible(evaluate, logs, len(names))
     if first is None:
         raise NotPositiveDefiniteError(
-            "The evidence does not exist at the present prior and noise",
+            "The evidence does not exist at the present noise, whatever the prior",
             expected="a positive definite posterior precision",
             got="one that is not, in float64",
-            do="begin from a larger prior precision: posterior.with_prior(...)",
+            do="use another noise, rescale inputs and targets, or float64",
         )
     if method == "fixed_point":
         search = climb(evaluate, first, max_iterations=max_iterations, tolerance=tolerance or 1e-8)
@@ -121,6 +125,16 @@ def tune(
     for message in degeneracies(best, tuning, sizes.cpu().numpy()):
         warnings.warn(message, LapisWarning, stacklevel=4)
     return torch.from_numpy(np.exp(best.logs)).to(start.device), tuning
+
+
+def _feasible(evaluate: Evaluate, logs: NDArray[Any], groups: int) -> Point | None:
+    """The evidence at `logs`, or at the first larger prior precisions at which it can be computed, if any."""
+    moved = logs.copy()
+    while True:
+        point = evaluate(moved.copy())
+        if point is not None or moved[:groups].min() >= LARGEST_LOG:
+            return point
+        moved[:groups] = np.minimum(moved[:groups] + RAISE, LARGEST_LOG)
 
 
 def degeneracies(point: Point, tuning: Tuning, sizes: NDArray[Any]) -> list[str]:

@@ -100,7 +100,7 @@ class Likelihood(ABC):
     def suspicion(self, f: Tensor) -> str | None:
         """What makes canonical outputs f look like something else than this likelihood takes, and what to do; or None.
 
-        A guess, for warnings: f may be what it should be all the same. Autograd's graph, if f has one, is looked at too.
+        A guess, for warnings: f may be right all the same. Autograd's graph, if f has one, is looked at too.
         """
         return None
 

@@ -164,7 +164,15 @@ class Custom(Likelihood):
 
     def factor(self, f: Tensor, y: Tensor) -> Tensor:
         """S = U sqrt(l) with the Hessian's eigenvectors U and eigenvalues l; LikelihoodError if one is negative."""
-        values, vectors = torch.linalg.eigh(self.hessian(f, y).double())
+        hessian = self.hessian(f, y).double()
+        if not bool(torch.isfinite(hessian).all()):
+            raise LikelihoodError(
+                f"Second derivatives of the likelihood {self.label!r} are not finite",
+                expected="a finite Hessian in f",
+                got="NaN or infinity",
+                do="check the function at these outputs, or use float64",
+            )
+        values, vectors = torch.linalg.eigh(hessian)
         largest = values.abs().amax(-1, keepdim=True)
         tolerance = max(1e-8, 100 * torch.finfo(f.dtype).eps)
         if not bool((values >= -tolerance * largest).all()):

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lapis.batches import all_finite
 from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.blocks.spectrum import Spectrum
 from lapis.curvature.recording.sites import Site
@@ -87,6 +88,10 @@ class Block(ABC):
         With them and its `state` a file can hold the block.
         """
         return {}
+
+    def is_finite(self) -> bool:
+        """Whether the sums hold no NaN or infinity."""
+        return all(all_finite(tensor) for tensor in self.state().values())
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:

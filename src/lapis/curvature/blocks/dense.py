@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapis.batches import all_finite
 from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, site_precision
 from lapis.curvature.blocks.gram import Gram, strips
@@ -84,6 +85,10 @@ class DenseBlock(Block):
         if common_group(prior, self.sites) is not None:
             self.eigenvalues()
 
+    def is_finite(self) -> bool:
+        rows = self.few_rows  # else the diagonal, which bounds every entry of a positive semi-definite matrix
+        return all_finite(self.lower.diagonal() if rows is None else rows)
+
     def state(self) -> dict[str, Tensor]:
         return {"curvature": self.curvature}
 
@@ -113,12 +118,14 @@ class DenseGaussian(BlockGaussian):
             upper, info = self._upper()
             if int(info):
                 with torch.no_grad():
-                    lowest = float(torch.linalg.eigvalsh(self.scale * self.block.curvature)[0])
+                    values = self.scale * self.block.eigenvalues()
+                    lowest, rounding = float(values[0]), len(values) * torch.finfo(values.dtype).eps * float(values[-1])
+                    least = max(-lowest, rounding)
                 raise NotPositiveDefiniteError(
                     "The posterior precision is not positive definite",
                     expected="curvature + prior with positive eigenvalues",
                     got=f"curvature whose smallest eigenvalue is {lowest:.3g}",
-                    do=f'use curvature="ggn", train to a minimum, or a prior precision above {-lowest:.3g}',
+                    do=f'use curvature="ggn", train to a minimum, or a prior precision above {least:.3g}',
                 )
             self._factor = upper.mT
         return self._factor

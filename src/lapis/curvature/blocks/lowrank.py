@@ -14,11 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lapis.batches import all_finite
 from lapis.curvature.backward.contributions import Contribution, Outer, Rows
 from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, site_precision
 from lapis.curvature.blocks.spectrum import Spectrum
 from lapis.curvature.recording.sites import Site
-from lapis.errors import MemoryBudgetError, StructureError
+from lapis.errors import MemoryBudgetError, NotPositiveDefiniteError, StructureError
 from lapis.priors import WeightPrior
 from lapis.solvers import Operator, lanczos_eigenpairs
 
@@ -125,8 +126,16 @@ class LowRankGaussian(BlockGaussian):
         """L (r, r) with L L^T = I + V V^T."""
         root = (self.scale * self.block.values).sqrt()
         inner = root[:, None] * self._small * root
-        factor: Tensor = torch.linalg.cholesky(inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
-        return factor
+        factor, info = torch.linalg.cholesky_ex(inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
+        if int(info) or not all_finite(factor):
+            raise NotPositiveDefiniteError(
+                "The posterior precision is not positive definite in float64",
+                expected="I + V V^T with eigenvalues >= 1",
+                got=f"a factorisation that failed, with {float(inner.detach().diagonal().max()):.3g} on the diagonal",
+                do="use a larger prior precision or noise, or rescale the inputs",
+            )
+        found: Tensor = factor
+        return found
 
     @cached_property
     def _scaled(self) -> Tensor:
@@ -165,11 +174,14 @@ class LowRankGaussian(BlockGaussian):
     def _projected(self, contributions: Sequence[Contribution]) -> tuple[list[Contribution], list[Tensor], Tensor]:
         """Contributions in float64, prior variances by site, and L^-1 V Lambda^-1/2 J^T as (r, B, M)."""
         exact = [_double(contribution) for contribution in contributions]
+        variances = [variance[0] for variance in self.block.parts(self.prior.reciprocal()[None])]
+        if not len(self.block.values):  # no eigenvalue above the threshold: nothing to project on
+            batch, seeds = exact[0].covariance(variances[0], True).shape
+            return exact, variances, self.prior.new_empty(0, batch, seeds)
         parts = [c.project(v) for c, v in zip(exact, self.block.parts(self._scaled), strict=True)]
         total = torch.stack(parts).sum(0)
         white = self._white(total.flatten(0, 1).mT).reshape(-1, *total.shape[:2])
-        variances = self.block.parts(self.prior.reciprocal()[None])
-        return exact, [variance[0] for variance in variances], white
+        return exact, variances, white
 
     def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
         exact, variances, white = self._projected(contributions)

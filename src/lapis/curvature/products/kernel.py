@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from lapis.batches import all_finite
 from lapis.curvature.products.jacobian import Jacobian
+from lapis.errors import NotPositiveDefiniteError
 from lapis.priors import WeightPrior
 from lapis.progress import track
 
@@ -132,7 +134,15 @@ class KernelCholesky:
         self.factors = factors
         inner = self._times_factors_transposed(self._times_factors_transposed(kernel).mT)
         inner.diagonal().add_(1)
-        self.lower: Tensor = torch.linalg.cholesky(inner)
+        lower, info = torch.linalg.cholesky_ex(inner)
+        if int(info) or not all_finite(lower):
+            raise NotPositiveDefiniteError(
+                "The outputs' prior covariance, in units of the noise, is too large for float64",
+                expected="I + S^T K S with eigenvalues >= 1",
+                got=f"a factorisation that failed, with {float(inner.diagonal().max()):.3g} on the diagonal",
+                do="use a larger prior precision or noise, or rescale inputs and targets",
+            )
+        self.lower: Tensor = lower
 
     def solve(self, columns: Tensor) -> Tensor:
         """(K + H^-1)^-1 u, (M, n), for columns u (M, n). Posterior covariances of outputs are K - K (K + H^-1)^-1 K."""
