@@ -522,6 +522,17 @@ def kronecker_factors_that_do_not_fit(model: nn.Sequential) -> Act:
     return lambda: fit(model, structure="kronecker", memory_budget=100)
 
 
+@bad(MemoryBudgetError, "1,040 bytes", "'4.weight + 4.bias'", "diagonal")
+def ekfac_blocks_that_do_not_fit(model: nn.Sequential) -> Act:
+    """864 for factors and eigenvectors, as above, and 8 for each of the 22 weights that form matrices."""
+    return lambda: fit(model, structure="ekfac", memory_budget=1000)
+
+
+@bad(DataError, "only once", "two passes", "list_iterator", "list(iterator)")
+def data_for_one_pass_where_two_are_needed(model: nn.Sequential) -> Act:
+    return lambda: fit(model, iter([(X, Y)]), structure="ekfac")
+
+
 @bad(MemoryBudgetError, "bytes", "marginal_variance()")
 def precision_matrix_that_does_not_fit(model: nn.Sequential) -> Act:
     posterior = fit(model, structure="diagonal", memory_budget=3000)
@@ -816,7 +827,7 @@ def test_a_dense_posterior_is_refused_before_allocating() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
 
 
-@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker"])
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "ekfac"])
 def test_a_failure_in_the_middle_of_the_data_leaves_the_posterior_alone(structure: str) -> None:
     """An update that fails at its second batch has changed nothing."""
     model = make_model()

@@ -77,7 +77,7 @@ def equations(posterior: lapis.LaplacePosterior) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("groups", ["one", "layer", "parameter"])
-@pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal"])
+@pytest.mark.parametrize("structure", ["dense", "kronecker", "ekfac", "diagonal"])
 @pytest.mark.parametrize("method", METHODS)
 def test_mackays_equations_hold_where_tuning_ends(method: str, structure: str, groups: str) -> None:
     posterior = lapis.laplace(mlp(), sine(), "regression", structure=structure).tune(method=method, groups=groups)
@@ -293,7 +293,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal"])
+@pytest.mark.parametrize("structure", ["dense", "kronecker", "ekfac", "diagonal"])
 @pytest.mark.parametrize("likelihood", list(CASES))
 def test_gradient_vanishes_at_the_tangent_mode(likelihood: str, structure: str) -> None:
     model, x, y = CASES[likelihood]()

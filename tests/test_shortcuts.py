@@ -295,7 +295,7 @@ def hooked_pair(convolves: bool) -> tuple[nn.Module, nn.Module, tuple[Tensor, Te
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # on the user's own backward pass
 @pytest.mark.parametrize("convolves", [False, True])
 @pytest.mark.parametrize("kind", ["of tensors", "of parameters", "of modules", "of all modules"])
-@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "lowrank", "implicit"])
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "ekfac", "lowrank", "implicit"])
 def test_hooks_on_gradients_do_not_change_the_function(
     structure: str, kind: str, convolves: bool, request: pytest.FixtureRequest
 ) -> None:

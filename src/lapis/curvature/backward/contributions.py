@@ -347,7 +347,8 @@ class Rows:
 
     def along(self, vectors: Tensor) -> Tensor:
         """J[b, m, row, :] v[row, :] for v (..., I) of as many entries: (B, M, rows)."""
-        return (self.values * vectors.reshape(-1)).unflatten(-1, (-1, vectors.shape[-1])).sum(-1).transpose(0, 1)
+        weighted = self.values * vectors.reshape(-1)
+        return weighted.reshape(*weighted.shape[:2], -1, vectors.shape[-1]).sum(-1).transpose(0, 1)
 
     def gradient(self, coefficients: Tensor) -> Tensor:
         return torch.einsum("bp,b->p", self.values[0], coefficients)

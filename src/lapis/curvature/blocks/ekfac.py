@@ -13,7 +13,7 @@ they are when more data are added: the second moments of old and new data in one
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -113,8 +113,11 @@ def _few_examples(contribution: Contribution) -> Iterator[Contribution]:
         yield contribution
         return
     every, g = contribution.inputs(), contribution.g
-    groups, seeds, batch, _, outputs = g.shape
+    groups, seeds, _, _, outputs = g.shape
     step = max(1, CHUNK_BYTES // (groups * seeds * outputs * (every.shape[-1] + 1) * g.element_size()))
-    for start in range(0, batch, step):
-        some = every[:, start : start + step]
-        yield replace(contribution, inputs=lambda some=some: some, g=g[:, :, start : start + step])
+    for some, its in zip(torch.split(every, step, 1), torch.split(g, step, 2), strict=True):
+        yield Outer(partial(_same, some), its, contribution.bias)
+
+
+def _same(inputs: Tensor) -> Tensor:
+    return inputs
