@@ -17,6 +17,7 @@ class Training:
 
     epochs: int
     optimiser: str = "adam"
+    """One of "adam", "adamw" (usual for Transformers) and "sgd" (with momentum)."""
     rate: float = 1e-3
     decay: float = 5e-4
     batch: int = 128
@@ -91,12 +92,12 @@ def train(model: nn.Module, x: Tensor, y: Tensor, likelihood: Likelihood, how: T
     """Minimise the mean negative log likelihood."""
     generator = torch.Generator().manual_seed(seed)
     parameters = list(model.parameters())
+    optimiser: torch.optim.Optimizer
     if how.optimiser == "sgd":
-        optimiser: torch.optim.Optimizer = torch.optim.SGD(
-            parameters, how.rate, momentum=0.9, weight_decay=how.decay, nesterov=True
-        )
+        optimiser = torch.optim.SGD(parameters, how.rate, momentum=0.9, weight_decay=how.decay, nesterov=True)
     else:
-        optimiser = torch.optim.Adam(parameters, how.rate, weight_decay=how.decay)
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[how.optimiser]
+        optimiser = kind(parameters, how.rate, weight_decay=how.decay)
     steps = how.epochs * -(-len(x) // how.batch)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     model.train()

@@ -111,11 +111,11 @@ SETTINGS: dict[str, Setting] = {
     ),
     "trec_transformer": Setting(
         "TREC, Transformer", lambda seed: data.sentences("trec6", "sst2", seed, 20),
-        lambda: Transformer(TREC_WORDS, 20, 6), Training(12, batch=64),
+        lambda: Transformer(TREC_WORDS, 20, 6), Training(12, "adamw", 2e-3, 1e-2, 64),
     ),
     "sst2_transformer": Setting(
         "SST-2, Transformer", lambda seed: data.sentences("sst2", "trec6", seed, 32),
-        lambda: Transformer(SST2_WORDS, 32, 2), Training(8, batch=64),
+        lambda: Transformer(SST2_WORDS, 32, 2), Training(6, "adamw", 2e-3, 1e-2, 64),
     ),
     "houses": Setting(
         "California, unequal noise", data.houses, lambda: perceptron(8, (50,), 2), Training(60, rate=5e-3),
