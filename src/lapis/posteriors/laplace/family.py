@@ -16,6 +16,7 @@ from lapis.evidence import TangentMode, Tuning
 from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network
 from lapis.options import check_count, check_positive
+from lapis.posteriors.laplace.calibration import Calibration, calibrate
 from lapis.posteriors.over_weights import GaussianPosterior
 from lapis.posteriors.posterior import Facts, State
 from lapis.priors import Groups, Prior, WeightPrior, as_prior
@@ -53,6 +54,7 @@ class LaplaceFamily(GaussianPosterior):
         temperature: the likelihood enters as p(D | theta)^(1 / temperature).
         tuning: the record of the last `tune`.
         tangent: the mode of the tangent model, if the evidence is taken there (`at_tangent_mode`).
+        calibration: the record of the last `calibrate`.
     """
 
     fitted_likelihood: Likelihood
@@ -63,6 +65,7 @@ class LaplaceFamily(GaussianPosterior):
     temperature: float
     tuning: Tuning | None = None
     tangent: TangentMode | None = None
+    calibration: Calibration | None = None
 
     def __repr__(self) -> str:
         size = f"{self.n_weights:,} weights, {self.n_data:,} examples"
@@ -150,11 +153,10 @@ class LaplaceFamily(GaussianPosterior):
             check_count("max_iterations", max_iterations)
         if tolerance is not None:
             check_positive("tolerance", tolerance)
-        return self._tune(
-            TuneOptions(
-                method, groups, noise, max_iterations, tolerance, samples, solver, batch_size, generator, progress
-            )
+        asked = TuneOptions(
+            method, groups, noise, max_iterations, tolerance, samples, solver, batch_size, generator, progress
         )
+        return replace(self, calibration=None)._tune(asked)
 
     @abstractmethod
     def _tune(self: Self, asked: TuneOptions) -> Self:
@@ -186,6 +188,33 @@ class LaplaceFamily(GaussianPosterior):
             start: weights (P,) to start from; by default t, or the prior's mean if solved in the outputs' space.
         """
 
+    def calibrate(
+        self: Self,
+        validation: Any,
+        temperature: bool = False,
+        *,
+        link: str | None = None,
+        batch_size: int | None = None,
+        progress: bool | None = None,
+    ) -> Self:
+        """The posterior whose prior precisions, and Gaussian noise, foretell held-out data best.
+
+        All precisions are multiplied by a common factor, then up to 8 groups each by its own, where every block of the
+        structure belongs to one group. Stored structures need one pass over the data; each candidate of others is a
+        prediction of all of them. The network alone is among the candidates, so that the result is never worse than it
+        on these data: where it wins, the result has a prior precision so large that it predicts as the network does,
+        and a warning says so. The result's `calibration` records the search.
+
+        Args:
+            validation: data that the network was not trained on, in any form that `lapis.laplace` takes.
+            temperature: choose the temperature too: the likelihood enters as p(D | theta)^(1 / temperature).
+            link: for classification, how Gaussian logits become probabilities: see `predict`.
+            batch_size: for data that are not batched yet.
+            progress: show a bar; by default on a terminal only.
+        """
+        self.check_network()
+        return calibrate(self, validation, temperature, link, batch_size, progress)
+
     # changes ---------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -206,8 +235,8 @@ class LaplaceFamily(GaussianPosterior):
         """Raise PriorError for a prior that the structure does not support; most support any."""
 
     def _changed(self: Self, **changes: Any) -> Self:
-        """A copy with other fields, without `tuning` and `tangent`, which belong to the old ones."""
-        return replace(self, **changes, tuning=None, tangent=None)
+        """A copy with other fields, without `tuning`, `tangent` and `calibration`, which belong to the old ones."""
+        return replace(self, **changes, tuning=None, tangent=None, calibration=None)
 
     def _with_sums(self: Self, curvature: Any) -> Self:
         """A copy with other sums over data, and their number of examples."""
@@ -267,6 +296,7 @@ class LaplaceFamily(GaussianPosterior):
             "digest": self.curvature.digest,
             "tuning": self.tuning and asdict(self.tuning),
             "tangent": tangent and {name: getattr(tangent, name) for name in TANGENT},
+            "calibration": self.calibration and asdict(self.calibration),
         }
         return State(config, tensors)
 
@@ -282,6 +312,7 @@ class LaplaceFamily(GaussianPosterior):
         tangent = config["tangent"] and TangentMode(
             weights=tensors["tangent.weights"], statistics=tensors["tangent.statistics"], **config["tangent"]
         )
+        calibrated = config.get("calibration")
         return {
             "network": network,
             "likelihood": likelihood,
@@ -295,6 +326,7 @@ class LaplaceFamily(GaussianPosterior):
             "temperature": config["temperature"],
             "tuning": Tuning(**config["tuning"]) if config["tuning"] else None,
             "tangent": tangent,
+            "calibration": calibrated and Calibration(**calibrated),
         }
 
 

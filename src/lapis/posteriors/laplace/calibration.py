@@ -1,0 +1,219 @@
+"""Calibration: prior precisions, noise and temperature by held-out data, no worse than the network alone on them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lapis.batches import batches, digest
+from lapis.curvature.sums import Curvature
+from lapis.errors import LapisWarning, OptionError
+from lapis.posteriors.laplace.held_out import STEP, HeldOut, Predicted, Setting, Swept, fits
+from lapis.progress import track
+
+if TYPE_CHECKING:
+    from lapis.posteriors.laplace.family import LaplaceFamily
+
+Fitted = TypeVar("Fitted", bound="LaplaceFamily")
+
+GRID = range(-16, 33)
+"""First grid of log2 u / STEP: from 2^-8 to 2^16 times the present prior precision."""
+
+EXTENSION, EXTENSIONS = 24, 2
+"""Grid points that are added where the best lies at an end of the grid, and how often."""
+
+PRECISIONS = tuple(sign * STEP * step for step in (1, 2, 4, 8, 16) for sign in (-1, 1))
+FACTORS = tuple(sign * step for step in (0.06, 0.12, 0.25, 0.5, 1.0, 2.0, 4.0) for sign in (-1, 1))
+"""Steps of every round in log2 u, and in log2 of temperature and noise."""
+
+FIRST = (-6.0, -3.0, 3.0, 6.0, 9.0, 12.0)
+FEW = ((-2.0, -0.5, 0.5, 2.0), (-0.25, 0.25))
+"""Steps where every candidate takes a pass over the data: in log2 u at first, then in all of the first and of any later
+round."""
+
+GAIN, ROUNDS = 1e-4, 8
+"""The search ends when a round over all factors gains less than this many nats an example, or after so many rounds."""
+
+EQUAL = 1e-6
+"""Gains over the network alone below this many nats an example are rounding, and the network alone is the choice."""
+
+PLAIN = 60.0
+"""log2 of the prior factor where the network alone is best: beside such a prior no doubt is left."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The record of a calibration. Log likelihoods are means over the held-out examples, in nats."""
+
+    method: str
+    """"validation": by the log likelihood of held-out data."""
+    n_data: int
+    """Held-out examples."""
+    candidates: int
+    """Settings that were compared."""
+    plain: float
+    """Log likelihood of the network alone."""
+    before: float
+    """Of the posterior as it was."""
+    after: float
+    """Of the result."""
+    precision: tuple[float, ...]
+    """Factor of each group's prior precision; one for all groups where these were not told apart."""
+    temperature: float
+    """Factor of the temperature."""
+    noise: float
+    """Factor of the noise."""
+    prefers_plain: bool
+    """Whether no posterior was better than the network alone; the result then predicts as the network does."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", tuple(self.precision))  # JSON turns tuples into lists
+
+    def __str__(self) -> str:
+        factors = ", ".join(f"{factor:.3g}" for factor in self.precision)
+        return (
+            f"{self.method}: log likelihood of {self.n_data} examples {self.before:.4f} -> {self.after:.4f} "
+            f"(plain {self.plain:.4f}); prior precision x {factors}, temperature x {self.temperature:.3g}, "
+            f"noise x {self.noise:.3g}, best of {self.candidates}"
+        )
+
+
+def calibrate(
+    posterior: Fitted, validation: Any, temperature: bool, link: Any, batch_size: int | None, progress: bool | None
+) -> Fitted:
+    """See `LaplaceFamily.calibrate`."""
+    if not isinstance(temperature, bool):
+        raise OptionError(
+            "The temperature is chosen by the held-out data, or stays as it is",
+            expected="temperature=True or False",
+            got=repr(temperature),
+            do="set it by with_temperature(...), and leave it out here",
+        )
+    network = posterior.network
+    stream, _ = batches(validation, dtype=network.dtype, device=network.device, batch_size=batch_size)
+    held = list(stream)
+    if sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64 == posterior.curvature.digest:
+        warnings.warn(
+            "The validation data are the data of the fit, which the network foretells better than new ones: the result "
+            "will be too sure. Pass examples that neither the network nor the posterior has seen.",
+            LapisWarning,
+            stacklevel=3,
+        )
+    count = sum(map(len, held))
+    search = _Search(_held_out(posterior, held, link, progress), count, progress)
+    best = search.run(temperature)
+    plain_noise, plain_best = search.plain()
+    prefers_plain = plain_best + EQUAL * count >= search.values[best]
+    if prefers_plain:
+        best = Setting(tuple(PLAIN + 2 * plain_noise for _ in best.u), 0.0, plain_noise)
+        search.values[best] = plain_best
+        warnings.warn(
+            f"No prior foretells the {count} validation examples better than the network alone "
+            f"(log likelihood {plain_best / count:.4f} an example; at most {search.highest / count:.4f} with error "
+            "bars): the result predicts as the network does, without doubt about its weights. Try refine(data) before "
+            'calibrate, structure="dense" or "ekfac", or weights="last_layer".',
+            LapisWarning,
+            stacklevel=3,
+        )
+    record = Calibration(
+        "validation",
+        count,
+        search.candidates,
+        search.held.plain(0.0) / count,
+        search.values[search.start] / count,
+        search.values[best] / count,
+        tuple(2 ** (u - best.v) for u in best.u),
+        2**best.temperature,
+        2**best.noise,
+        prefers_plain,
+    )
+    result: Fitted = replace(best.applied(posterior), calibration=record)
+    return replace(result, mean=posterior.point) if prefers_plain else result
+
+
+def _held_out(posterior: Any, held: Sequence[Any], link: Any, progress: bool | None) -> HeldOut:
+    """From a grid over eigenvalues where the structure has them and it fits in memory, else by predictions."""
+    if isinstance(posterior.curvature, Curvature) and fits(posterior, held, len(GRID)):
+        return Swept(posterior, held, link, GRID, progress)
+    return Predicted(posterior, held, link)
+
+
+class _Search:
+    """Coordinate ascent: along each factor in turn, the best of a line of candidates."""
+
+    def __init__(self, held: HeldOut, count: int, progress: bool | None) -> None:
+        self.held, self.count, self.progress = held, count, progress
+        self.start = Setting((0.0,) * held.axes)
+        self.values: dict[Setting, float] = {}
+        self.candidates = 0
+        self.highest = -math.inf
+        """The best log likelihood of a posterior, rather than of the plain network."""
+
+    def value(self, setting: Setting) -> float:
+        if setting not in self.values:
+            self.values[setting] = self.held.log_likelihood(setting)
+            self.candidates += 1
+            self.highest = max(self.highest, self.values[setting])
+        return self.values[setting]
+
+    def best_of(self, settings: Iterable[Setting]) -> Setting:
+        return max(settings, key=self.value)
+
+    def run(self, temperature: bool) -> Setting:
+        """The best setting found; the present one is among the candidates."""
+        held, swept = self.held, isinstance(self.held, Swept)
+        noise = held.posterior.likelihood.noise is not None
+        self.value(self.start)
+        best = self._first_line(replace(self.start, noise=self.plain()[0]))
+        for number in range(ROUNDS):
+            before = self.value(best)
+            factors, precisions = (FACTORS, PRECISIONS) if swept else (FEW[min(number, 1)],) * 2
+            if noise:
+                best = self._line(best, factors, lambda s, step: replace(s, noise=s.noise + step))
+            if temperature:
+                best = self._line(best, factors, lambda s, step: replace(s, temperature=s.temperature + step))
+            best = self._line(best, precisions, lambda s, step: replace(s, u=tuple(u + step for u in s.u)))
+            for axis in range(held.axes if held.axes > 1 else 0):
+                best = self._line(best, precisions, _along(axis))
+            if number > 0 and self.value(best) - before < GAIN * self.count:
+                break
+        return best
+
+    def _first_line(self, best: Setting) -> Setting:
+        """Along all precisions together, over the whole grid, which grows while the best lies at one of its ends."""
+        held = self.held
+        if not isinstance(held, Swept):
+            line = [best, *(replace(best, u=(step,)) for step in FIRST)]
+            return self.best_of(track(line, "candidates", len(line), self.progress))
+        plain = held.plain(best.noise)
+        before = -math.inf
+        for attempt in range(EXTENSIONS + 1):
+            best = self.best_of(replace(best, u=(STEP * index,) * held.axes) for index in held.indices)
+            value, place = self.value(best), round(best.u[0] / STEP)
+            ends = place == held.indices[0], place == held.indices[-1] and value > plain
+            # go on downwards while there is something to gain, or still no doubt to speak of
+            useful = value - before > GAIN * self.count or abs(value - plain) < GAIN * self.count
+            if attempt == EXTENSIONS or not any(ends) or not useful:
+                break
+            before = value
+            held.extend(*(EXTENSION * end for end in ends))
+        return best
+
+    def _line(self, best: Setting, steps: Iterable[float], move: Callable[[Setting, float], Setting]) -> Setting:
+        return self.best_of([best, *(move(best, step) for step in steps)])
+
+    def plain(self) -> tuple[float, float]:
+        """The network's own best log2 noise factor and log likelihood."""
+        noise = 0.0
+        if self.held.posterior.likelihood.noise is not None:
+            for _ in range(ROUNDS):
+                noise = max([noise, *(noise + step for step in FACTORS)], key=self.held.plain)
+        return noise, self.held.plain(noise)
+
+
+def _along(axis: int) -> Callable[[Setting, float], Setting]:
+    """Moves one precision by a step."""
+    return lambda s, step: replace(s, u=tuple(u + step * (i == axis) for i, u in enumerate(s.u)))

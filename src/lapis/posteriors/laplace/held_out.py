@@ -1,0 +1,246 @@
+"""The log likelihood of held-out data under changed prior precisions, temperature and noise of a Laplace posterior.
+
+With prior factors c_g, a temperature factor T and a noise factor n, v = T n^2, the precision of the weights is
+C / v + sum_g c_g Lambda_g, and the outputs' covariance
+
+    V = v J (C + sum_g u_g Lambda_g)^-1 J^T = v sum_g F_g(u_g),    u_g = v c_g,
+
+where every block of weights belongs to one group g, and with one factor for all groups always. One pass over the data
+finds F on a grid of u; every candidate (u on the grid, any v) then costs a link only.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Batch, all_finite, naming
+from lapis.curvature.backward.seeds import position_seeds, unit_factor
+from lapis.curvature.blocks.block import common_group
+from lapis.curvature.blocks.sweep import sweep
+from lapis.curvature.outputs import check_width
+from lapis.curvature.working_memory import WORK_BYTES, examples_at_once
+from lapis.errors import NotPositiveDefiniteError
+from lapis.likelihoods import Likelihood
+from lapis.predictions import LatentGaussian
+from lapis.predictions import predict as predict_outputs
+from lapis.progress import track
+
+if TYPE_CHECKING:
+    from lapis.posteriors.laplace.family import LaplaceFamily
+    from lapis.posteriors.laplace.stored import LaplacePosterior
+
+STEP = 0.5
+"""Distance of grid points in log2 u."""
+
+MOST_GROUPS = 8
+"""Up to this many prior groups have factors of their own."""
+
+SHARE = 4
+"""F may take 1 / SHARE of the memory budget."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Logarithms to base 2 of the factors u of each group (or one for all groups), of temperature and of noise."""
+
+    u: tuple[float, ...]
+    temperature: float = 0.0
+    noise: float = 0.0
+
+    @property
+    def v(self) -> float:
+        """log2 of T n^2, by which the data's curvature is divided."""
+        return self.temperature + 2 * self.noise
+
+    def applied(self, posterior: Any) -> Any:
+        """The posterior with these factors, without the records of earlier searches."""
+        prior = posterior.weight_prior
+        octaves = torch.tensor(self.u, dtype=torch.float64, device=prior.precision.device) - self.v
+        precision = prior.precision.detach() * octaves.exp2()
+        return posterior._changed(
+            prior=replace(posterior.prior, precision=precision),
+            weight_prior=prior.with_precision(precision),
+            temperature=posterior.temperature * 2**self.temperature,
+            likelihood=noisier(posterior.likelihood, self.noise),
+        )
+
+
+def noisier(likelihood: Likelihood, octaves: float) -> Likelihood:
+    """The likelihood with its noise, if it has one, times 2^octaves."""
+    if likelihood.noise is None or octaves == 0:
+        return likelihood
+    return likelihood.with_noise(likelihood.noise.detach() * 2**octaves)
+
+
+class HeldOut(ABC):
+    """The log likelihood of batches of held-out data, summed over examples."""
+
+    def __init__(self, posterior: LaplaceFamily, batches: Sequence[Batch], link: Any) -> None:
+        self.posterior, self.batches, self.link = posterior, batches, link
+        self.axes = 1
+        """How many prior precisions can be changed one by one; 1 where all change together."""
+        self._plain = [self._outputs(batch) for batch in batches]
+        f = self._plain[0][0][:1]
+        predict_outputs(
+            posterior.likelihood, LatentGaussian(f, torch.zeros_like(f)), link=link
+        )  # refuses unknown links
+
+    def _outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """f and targets of a batch, canonical."""
+        network, likelihood = self.posterior.network, self.posterior.likelihood
+        with naming(batch.where), network.prepared(), torch.no_grad():
+            raw = network.call(batch.inputs)
+            f = likelihood.canonical(raw).double()
+            check_width(f, self.posterior.n_outputs)
+            targets = likelihood.targets(batch.targets, f, raw.shape)
+        return f, targets.double() if targets.is_floating_point() else targets
+
+    def plain(self, noise: float) -> float:
+        """Of the network alone, with its noise times 2^noise."""
+        likelihood = noisier(self.posterior.likelihood, noise)
+        return -sum(float(likelihood.nll(f, y).sum()) for f, y in self._plain)
+
+    def log_likelihood(self, setting: Setting) -> float:
+        """Of the posterior's predictions; minus infinity where they do not exist."""
+        try:
+            total = sum(float(part.double().sum()) for part in self._log_probs(setting))
+        except NotPositiveDefiniteError:
+            return -math.inf
+        return -math.inf if math.isnan(total) else total
+
+    @abstractmethod
+    def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
+        """log p(y | x) of some examples after the other."""
+
+
+class Predicted(HeldOut):
+    """By predictions of the changed posterior: for every structure, each candidate a pass over the data."""
+
+    def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
+        changed = setting.applied(self.posterior)
+        for batch in self.batches:
+            yield changed.predict(batch.inputs, link=self.link, progress=False).log_prob(batch.targets)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Held-out examples of one shape: means (B, T, C), F (groups, K, B, T, C[, C]) on the grid, targets as given."""
+
+    mean: Tensor
+    grid: Tensor
+    targets: Tensor
+    raw_shape: tuple[int, ...]
+
+
+class Swept(HeldOut):
+    """From F on a grid of u: `indices` times STEP are the logarithms to base 2."""
+
+    posterior: LaplacePosterior
+
+    def __init__(
+        self, posterior: LaplacePosterior, batches: Sequence[Batch], link: Any, indices: range, progress: bool | None
+    ) -> None:
+        super().__init__(posterior, batches, link)
+        self.indices, self.progress = indices, progress
+        self.full = posterior._full_by_default()
+        self.groups = self._groups(len(indices))
+        self.axes = max(self.groups) + 1
+        self._parts = self._pass(indices)
+
+    def _groups(self, factors: int) -> list[int]:
+        """The group of each block; all in one if some block has several, if they are many, or do not fit in memory."""
+        prior = self.posterior.weight_prior
+        found = [common_group(prior, block.sites) for block in self.posterior.curvature.blocks]
+        several = [group for group in found if group is not None]
+        count = len(prior.precision)
+        apart = len(several) == len(found) and len(set(several)) == count <= MOST_GROUPS
+        return several if apart and fits(self.posterior, self.batches, factors * count) else [0] * len(found)
+
+    def extend(self, below: int, above: int) -> None:
+        """Add so many grid points at the two ends, by another pass over the data."""
+        old = self.indices
+        lower, upper = range(old.start - below, old.start), range(old.stop, old.stop + above)
+        pieces = [self._pass(part) if part != old else self._parts for part in (lower, old, upper) if len(part)]
+        self._parts = [
+            replace(same[0], grid=torch.cat([part.grid for part in same], 1)) for same in zip(*pieces, strict=True)
+        ]
+        self.indices = range(lower.start, upper.stop)
+
+    def _pass(self, indices: range) -> list[_Part]:
+        posterior, curvature = self.posterior, self.posterior.curvature
+        precision = posterior.weight_prior.precision
+        factors = (STEP * torch.tensor(indices, dtype=torch.float64, device=precision.device)).exp2()
+        prior = posterior.weight_prior.with_precision(precision.detach())
+        scale = posterior.scale.detach()
+        sweeps = [sweep(block, prior, scale, factors) for block in curvature.blocks]
+        work = min(WORK_BYTES, posterior.facts.memory_budget)
+        found: dict[Any, list[_Part]] = {}
+        for batch in track(self.batches, "held-out data", len(self.batches), self.progress):
+            for part in batch.split(examples_at_once(curvature, 2 * curvature.outputs, work)):
+                with naming(part.where), posterior.network.prepared():
+                    made = self._part(part, sweeps)
+                key = (made.mean.shape[1:], made.raw_shape[1:], made.targets.shape[1:])
+                found.setdefault(key, []).append(made)
+        return [_joined(parts) for parts in found.values()]
+
+    def _part(self, batch: Batch, sweeps: Sequence[Any]) -> _Part:
+        posterior, curvature = self.posterior, self.posterior.curvature
+        record = curvature.tape.record(batch.inputs)
+        f = record.f.detach()
+        check_width(f, curvature.outputs)
+        by_position = []
+        for seeds in position_seeds(unit_factor(f), f.shape[-1]):
+            contributions = record.contributions(seeds)
+            total: list[Tensor | None] = [None] * self.axes
+            for one, sites, group in zip(sweeps, curvature.sites_of, self.groups, strict=True):
+                found = one([contributions[site] for site in sites], not self.full).to(f.dtype)
+                before = total[group]
+                total[group] = found if before is None else before.add_(found)
+            by_position.append(torch.stack([part for part in total if part is not None]))
+        mean = f if posterior.mean is posterior.point else f + posterior._shift(batch.inputs).to(f.dtype)
+        return _Part(mean, torch.stack(by_position, 3), batch.targets, tuple(record.raw_shape))
+
+    def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
+        places = [round(u / STEP) - self.indices.start for u in setting.u]
+        if not all(0 <= place < len(self.indices) for place in places):
+            yield torch.tensor(-math.inf)
+            return
+        likelihood = noisier(self.posterior.likelihood, setting.noise)
+        for part in self._parts:
+            spread = torch.stack([part.grid[group, place] for group, place in enumerate(places)])
+            spread = spread.sum(0) * 2**setting.v
+            if not all_finite(spread):
+                yield torch.tensor(-math.inf)
+                return
+            variance = spread.diagonal(dim1=-2, dim2=-1) if self.full else spread
+            latent = LatentGaussian(part.mean, variance, spread if self.full else None, raw_shape=part.raw_shape)
+            yield predict_outputs(likelihood, latent, link=self.link).log_prob(part.targets)
+
+
+def _joined(parts: Sequence[_Part]) -> _Part:
+    if len(parts) == 1:
+        return parts[0]
+    shape = (sum(part.raw_shape[0] for part in parts), *parts[0].raw_shape[1:])
+    return _Part(
+        torch.cat([part.mean for part in parts]),
+        torch.cat([part.grid for part in parts], 2),
+        torch.cat([part.targets for part in parts]),
+        shape,
+    )
+
+
+def fits(posterior: LaplaceFamily, batches: Sequence[Batch], slices: int) -> bool:
+    """Whether so many (co)variances of all held-out outputs fit in their share of the memory budget."""
+    outputs = posterior.n_outputs
+    network = posterior.network
+    with network.prepared(), torch.no_grad():
+        positions = posterior.likelihood.canonical(network.call(batches[0].inputs)).shape[1]
+    each = positions * outputs * (outputs if posterior._full_by_default() else 1) * network.dtype.itemsize
+    return slices * each * sum(map(len, batches)) <= posterior.facts.memory_budget // SHARE
