@@ -8,9 +8,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
-from trust.table import NAMES, SLACK, Rows
+from trust.table import HIGHER, NAMES, SLACK, Rows
 
 STYLES = {
     "temperature": ("#9a9a9a", "D"),
@@ -44,21 +44,25 @@ def dots(axes: Axes, rows: Rows, score: str, styles: dict[str, tuple[str, str]])
     if score in ("nll", "ece"):
         axes.axvline(SLACK, color="#333333", linewidth=0.8, linestyle=":", zorder=1)
     axes.set_xscale("symlog", linthresh=LINEAR[score], linscale=1.0)
-    ends = LINEAR[score]
-    reach = max([abs(gain) for column in shown for gain in rows.gains(column, score).values()] + [2 * ends])
-    ticks = [tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5) if ends <= tick <= reach][-3:]
-    axes.set_xticks([-tick for tick in reversed(ticks)] + [0] + ticks)
+    drawn = [gain for column in shown for gain in rows.gains(column, score).values()]
+    low, high = (max(sign * gain for gain in [0.0, *drawn]) for sign in (-1, 1))
+    ticks = [-tick for tick in _ticks(low, LINEAR[score])][::-1] + [0.0] + _ticks(high, LINEAR[score])
+    axes.set_xticks(ticks)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}".replace("0.", ".") if value else "0"))
-    axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-    axes.set_xlim(-1.3 * reach, 1.3 * reach)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(*(sign * 1.25 * max(end, LINEAR[score]) for sign, end in ((-1, low), (1, high))))
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), [rows.settings[name].title for name in names])
     axes.tick_params(length=0, labelsize=8)
-    better = "right" if score == "ood_auroc" else "left"
-    arrow = "better →" if better == "right" else "← better"
-    axes.set_title(f"{NAMES[score]}  ({arrow})", fontsize=10, loc=better)
+    axes.set_title(f"{NAMES[score]} (better →)" if score in HIGHER else f"(← better) {NAMES[score]}", fontsize=10)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
+
+
+def _ticks(reach: float, linear: float) -> list[float]:
+    """The end of the linear part, and the largest round number within reach."""
+    larger = [tick for tick in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if 2.5 * linear <= tick <= 1.2 * reach]
+    return [linear, *larger[-1:]]
 
 
 def differences(rows: Rows, *, last_layer: bool) -> Figure:
