@@ -20,6 +20,9 @@ from lapis.errors import ModelError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.options import check_choice, check_count, check_generator
+from lapis.posteriors.diagnosis.data import Seen
+from lapis.posteriors.diagnosis.diagnose import diagnose
+from lapis.posteriors.diagnosis.report import Diagnosis, Notes
 from lapis.posteriors.predicting.parts import latent_of_parts
 from lapis.predictions import Latent, Prediction
 from lapis.predictions import predict as predict_outputs
@@ -157,7 +160,7 @@ class Posterior(ABC):
         self,
         x: Any,
         method: Literal["linearised", "sampled"] | None = None,
-        link: Literal["probit", "mc", "bridge"] | None = None,
+        link: Literal["quasi", "mean_field", "probit", "mc", "bridge"] | None = None,
         samples: int | None = None,
         generator: torch.Generator | None = None,
         covariance: Literal["full", "diagonal"] | None = None,
@@ -171,8 +174,9 @@ class Posterior(ABC):
                 inputs or of (inputs, targets) pairs. Many examples are processed in parts that fit the memory budget.
             method: "linearised" (the network's tangent, Gaussian outputs) or "sampled" (drawn networks); by default the
                 posterior's first method.
-            link: for classification, how Gaussian logits become probabilities: "probit" (default), "mc", "bridge".
-            samples: drawn networks, or Monte Carlo draws of the link (default 256).
+            link: for classification, how Gaussian logits become probabilities: "quasi" (default: the integral, by fixed
+                points), "mean_field" and "probit" (closed forms), "mc", "bridge".
+            samples: drawn networks, or Monte Carlo draws of the link (default 256; points of "quasi": 128 or 512).
             generator: source of randomness; seeded with 0 when not given.
             covariance: "full" between an example's outputs, or "diagonal" (variances only); full by default up to 32
                 outputs.
@@ -220,6 +224,31 @@ class Posterior(ABC):
             samples=None if kind == "sampled" else samples,
             generator=None if kind == "sampled" else generator,
         )
+
+    def diagnose(
+        self, data: Any = None, *, batch_size: int | None = None, progress: bool | None = None
+    ) -> Diagnosis:
+        """What a careful statistician would check, in plain words and numbers, each with what to do about it.
+
+        With data (inputs and targets): the posterior against the network alone, its calibration, doubt at the data,
+        outputs that are probabilities already, unscaled inputs. With and without: the state of prior, noise and searches.
+        `findings` of the result lists what is wrong, and is empty when all is well; printing it shows a table.
+
+        Args:
+            data: examples to judge by, best new ones; in any form that `lapis.laplace` takes. With the training data
+                the posterior's doubt is also held against what these data allow.
+            batch_size: for data that are not batched yet.
+            progress: show a bar; by default on a terminal only.
+        """
+        self.check_network()
+        return diagnose(self, data, batch_size, progress)
+
+    def _fitted_to(self, digest: int) -> bool:
+        """Whether data with this fingerprint are those of the fit; False if not known."""
+        return False
+
+    def _examine(self, notes: Notes, seen: Seen | None, progress: bool | None) -> None:
+        """Add what the class knows about itself to a diagnosis; `seen` are sums over the data, if there are any."""
 
     def _full_by_default(self) -> bool:
         """Whether predictions hold the covariance between an example's outputs by default."""

@@ -9,6 +9,7 @@ import torch
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.options import check_choice, check_count
+from lapis.predictions._quasi import default_points
 from lapis.predictions.base import Prediction
 from lapis.predictions.classification import ClassificationPrediction, Link
 from lapis.predictions.count import CountPrediction
@@ -48,8 +49,10 @@ def predict(
     Args:
         likelihood: p(y | f).
         latent: distribution of the canonical outputs (B, T, C); its `raw_shape` is the prediction's layout.
-        link: for classes, "probit" (default), "mc" or "bridge": how Gaussian logits become probabilities.
-        samples: draws of f where Monte Carlo is needed, 256 by default; for a mixture, of each part.
+        link: for classes, "quasi" (default), "mean_field", "probit", "mc" or "bridge": how Gaussian logits become
+            probabilities.
+        samples: draws of f where Monte Carlo is needed, 256 by default; of quasi-Monte Carlo the points, 128 by
+            default up to 16 classes and 512 beyond; for a mixture, of each part.
         generator: source of the draws' seed, which is 0 without one.
 
     In a mixture, `link` and `samples` apply to the Gaussian parts; parts that consist of draws need neither.
@@ -103,7 +106,7 @@ def _checked_link(likelihood: Likelihood, latent: LatentGaussian | LatentSamples
     if not gaussian_logits:
         return None
     if link is None:
-        return "probit"
+        return "quasi"
     check_choice("link", link, get_args(Link))
     return cast(Link, link)
 
@@ -124,13 +127,17 @@ def _checked_samples(
                 do="leave samples out",
             )
         return drawn
-    exact = likelihood.kind in ("regression", "count") or link == "bridge"
+    by_quadrature = link not in ("mc", None) and (likelihood.name == "bernoulli" or latent.shape[-1] == 2)
+    exact = likelihood.kind in ("regression", "count") or link == "bridge" or by_quadrature
     if samples is not None and exact and not latent.is_joint:
-        about = 'the link "bridge"' if link == "bridge" else f"the linearised {likelihood.name} prediction"
+        about = f'the link "{link}"' if link else f"the linearised {likelihood.name} prediction"
+        about += " of two classes" if by_quadrature and link != "bridge" else ""
         raise OptionError(
             f"Samples have no meaning for {about}: nothing is drawn",
             expected="samples=None",
             got=repr(samples),
             do='leave samples out, or choose method="sampled"',
         )
-    return DEFAULT_SAMPLES if samples is None else samples
+    if samples is not None:
+        return samples
+    return DEFAULT_SAMPLES if link in ("mc", None) or latent.is_joint else default_points(latent.shape[-1])

@@ -15,15 +15,18 @@ from lapis.predictions._links import (
     dirichlet_entropy,
     entropy,
     expected_binary_entropy,
+    expected_sigmoid,
+    mean_field,
     monte_carlo,
     pair,
     probit,
     zero_sum,
 )
 from lapis.predictions._quadrature import in_chunks
+from lapis.predictions._quasi import Points
 from lapis.predictions.base import Prediction
 
-Link = Literal["probit", "mc", "bridge"]
+Link = Literal["quasi", "mean_field", "probit", "mc", "bridge"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,6 +35,9 @@ class ClassificationPrediction(Prediction):
 
     `link` determines how the linearised network's Gaussian logits become probabilities:
 
+    - "quasi": the mean of the probabilities over the Gaussian, by quadrature for labels and two classes, else by
+      quasi-Monte Carlo with fixed points;
+    - "mean_field": every pair of classes by MacKay's approximation, in closed form;
     - "probit": logits shrunk by their variance, MacKay's approximation;
     - "mc": the mean of the probabilities over Monte Carlo draws of the logits;
     - "bridge": the Laplace bridge, a Dirichlet distribution that matches the Gaussian.
@@ -39,6 +45,10 @@ class ClassificationPrediction(Prediction):
     It is None for sampled networks, whose probabilities are averaged. Entropies are in nats: (B, *positions) for
     classes; one per label for labels, laid out as the outputs. Densities of labels follow from `probs`, independently
     for each label.
+
+    `entropy` is `aleatoric_entropy` plus `mutual_information`. "mean_field" and "probit" approximate probabilities
+    only, and their entropy minus an expected entropy from elsewhere would mean nothing: they take the mutual
+    information of "quasi".
     """
 
     link: Link | None
@@ -57,14 +67,11 @@ class ClassificationPrediction(Prediction):
     @property
     def aleatoric_entropy(self) -> Tensor:
         """Expected entropy given the weights: the part that more data would not reduce."""
-        return self._lay(self._expected_entropy)
+        return self._lay(torch.minimum(self._expected_entropy, entropy(self._log_probs)))  # above it by rounding only
 
     @property
     def mutual_information(self) -> Tensor:
-        """Entropy minus expected entropy: the information that the label would give about the weights.
-
-        Negative values, possible with "probit" as its probabilities are approximate, are set to zero.
-        """
+        """Entropy minus expected entropy: the information that the label would give about the weights."""
         return self._lay((entropy(self._log_probs) - self._expected_entropy).clamp_min(0))
 
     @property
@@ -90,23 +97,69 @@ class ClassificationPrediction(Prediction):
         return bridge(*zero_sum(mean, covariance))
 
     @cached_property
+    def _log_odds(self) -> tuple[Tensor, Tensor] | None:
+        """Mean and variance, in float64, of the one number z that decides between two classes, or on each label.
+
+        (B, T) or (B, T, C); None for more classes than two.
+        """
+        mean, variance = self.latent.mean.double(), self.latent.variance.double()
+        if self._binary:
+            return mean, variance
+        if mean.shape[-1] != 2:
+            return None
+        blocks = self.latent.blocks
+        shared = 0.0 if blocks is None else 2 * blocks[..., 0, 1].double()
+        return mean[..., 1] - mean[..., 0], (variance.sum(-1) - shared).clamp_min(0)
+
+    @cached_property
+    def _log_mean_probs(self) -> Tensor:
+        """Log of the mean probabilities over the Gaussian, as `_log_probs`; in float64 where by quadrature."""
+        if self._log_odds is not None:
+            return expected_sigmoid(*self._log_odds)
+        return Points(*self._flat_moments, self.samples, self.seed).log_mean_probs().reshape(self.latent.shape)
+
+    @cached_property
+    def _mean_entropy(self) -> Tensor:
+        """Mean entropy over the Gaussian, as `_expected_entropy`; in float64 where by quadrature."""
+        if self._log_odds is not None:
+            return in_chunks(expected_binary_entropy, *self._log_odds)
+        return Points(*self._flat_moments, self.samples, self.seed).mean_entropy().reshape(self.latent.shape[:-1])
+
+    @property
+    def _flat_moments(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Means and variances (B T, C), and covariances (B T, C, C) where known, of the logits."""
+        blocks = self.latent.blocks
+        return (
+            self.latent.mean.flatten(0, 1),
+            self.latent.variance.flatten(0, 1),
+            None if blocks is None else blocks.flatten(0, 1),
+        )
+
+    @cached_property
     def _log_probs(self) -> Tensor:
         """log p(y = c | x): (B, T, C), or (B, T, C, 2) for labels."""
-        if self.link == "probit":
+        dtype = self.latent.mean.dtype
+        if self.link == "quasi":
+            return self._log_mean_probs.to(dtype)
+        if self.link == "mean_field" and not self._binary:
+            return mean_field(*self._flat_moments).reshape(self.latent.shape).to(dtype)
+        if self.link in ("probit", "mean_field"):
             return self._logits(probit(self.latent.mean, self.latent.variance)).log_softmax(-1)
         if self.link == "bridge":
-            return self._log_alpha.log_softmax(-1).to(self.latent.mean.dtype)
+            return self._log_alpha.log_softmax(-1).to(dtype)
         return self._monte_carlo[0]
 
     @cached_property
     def _expected_entropy(self) -> Tensor:
-        """E[H(y | f)]: (B, T), or (B, T, C) for labels. For probit by quadrature (labels) or Monte Carlo (classes)."""
+        """E[H(y | f)]: (B, T), or (B, T, C) for labels."""
         dtype = self.latent.mean.dtype
         if self.link == "bridge":
             return dirichlet_entropy(self._log_alpha).to(dtype)
-        if self.link == "probit" and self._binary:
-            mean, variance = self.latent.mean.double(), self.latent.variance.double()
-            return in_chunks(expected_binary_entropy, mean, variance).to(dtype)
+        if self.link == "quasi":
+            return self._mean_entropy.to(dtype)
+        if self.link in ("probit", "mean_field"):
+            information = (entropy(self._log_mean_probs) - self._mean_entropy).clamp_min(0).to(dtype)
+            return (entropy(self._log_probs) - information).clamp_min(0)
         return self._monte_carlo[1]
 
     def _position_log_prob(self, target: Tensor) -> Tensor:
