@@ -46,7 +46,7 @@ def dots(axes: Axes, rows: Rows, score: str, styles: dict[str, tuple[str, str]])
     axes.set_xscale("symlog", linthresh=LINEAR[score], linscale=1.0)
     drawn = [gain for column in shown for gain in rows.gains(column, score).values()]
     low, high = (max(sign * gain for gain in [0.0, *drawn]) for sign in (-1, 1))
-    ticks = [-tick for tick in _ticks(low, LINEAR[score])][::-1] + [0.0] + _ticks(high, LINEAR[score])
+    ticks = [*[-tick for tick in _ticks(low, LINEAR[score])][::-1], 0.0, *_ticks(high, LINEAR[score])]
     axes.set_xticks(ticks)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}".replace("0.", ".") if value else "0"))
     axes.xaxis.set_minor_locator(NullLocator())
