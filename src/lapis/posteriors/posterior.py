@@ -91,6 +91,9 @@ class Posterior(ABC):
     """Methods of prediction, the default first: "linearised" (Gaussian outputs), "sampled" (drawn networks)."""
     needs_data: ClassVar[bool] = False
     """Whether loading it requires its training data."""
+    less_doubt: ClassVar[str] = "Use a posterior with less doubt about the weights."
+    more_doubt: ClassVar[str] = "Use a posterior with more doubt about the weights."
+    """What a diagnosis advises where the posterior is too cautious, or too sure."""
 
     network: Network
     likelihood: Likelihood
@@ -225,13 +228,11 @@ class Posterior(ABC):
             generator=None if kind == "sampled" else generator,
         )
 
-    def diagnose(
-        self, data: Any = None, *, batch_size: int | None = None, progress: bool | None = None
-    ) -> Diagnosis:
+    def diagnose(self, data: Any = None, *, batch_size: int | None = None, progress: bool | None = None) -> Diagnosis:
         """What a careful statistician would check, in plain words and numbers, each with what to do about it.
 
         With data (inputs and targets): the posterior against the network alone, its calibration, doubt at the data,
-        outputs that are probabilities already, unscaled inputs. With and without: the state of prior, noise and searches.
+        outputs that are probabilities already, unscaled inputs. Always: the state of prior, noise and searches.
         `findings` of the result lists what is wrong, and is empty when all is well; printing it shows a table.
 
         Args:
@@ -247,7 +248,7 @@ class Posterior(ABC):
         """Whether data with this fingerprint are those of the fit; False if not known."""
         return False
 
-    def _examine(self, notes: Notes, seen: Seen | None, progress: bool | None) -> None:
+    def _examine(self, notes: Notes, seen: Seen | None, progress: bool | None) -> None:  # noqa: B027  (need not add)
         """Add what the class knows about itself to a diagnosis; `seen` are sums over the data, if there are any."""
 
     def _full_by_default(self) -> bool:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,11 @@ from lapis.network import Network
 from lapis.options import check_count, check_positive
 from lapis.posteriors.laplace.calibration import Calibration, calibrate
 from lapis.posteriors.over_weights import GaussianPosterior
+from lapis.posteriors.diagnosis.data import Seen
+from lapis.posteriors.diagnosis.report import Notes
 from lapis.posteriors.posterior import Facts, State
+from lapis.posteriors.laplace.checks import examine
+from lapis.posteriors.laplace.refinement import Refinement, refine
 from lapis.priors import Groups, Prior, WeightPrior, as_prior
 
 TANGENT = ("converged", "remaining", "iterations", "products", "reason")
@@ -62,6 +66,9 @@ class LaplaceFamily(GaussianPosterior):
     weight_prior: WeightPrior
     curvature: Any
     structure: str
+    less_doubt: ClassVar[str] = 'Use refine(data), calibrate(validation), or weights="last_layer".'
+    more_doubt: ClassVar[str] = "Use calibrate(validation), a smaller prior precision, or more of the weights."
+
     temperature: float
     tuning: Tuning | None = None
     tangent: TangentMode | None = None
@@ -340,3 +347,15 @@ def refuse_options(reason: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise OptionError(reason, expected=f"{name}=None", got=repr(value), do=f"leave {name} out")
+    # diagnosis -------------------------------------------------------------------------------------
+
+    def _gamma(self, progress: bool | None) -> Tensor:
+        """The effective parameters, for a diagnosis."""
+        return self.effective_parameters()
+
+    def _fitted_to(self, digest: int) -> bool:
+        return bool(digest == self.curvature.digest)
+
+    def _examine(self, notes: Notes, seen: Seen | None, progress: bool | None) -> None:
+        examine(self, notes, seen, progress)
+

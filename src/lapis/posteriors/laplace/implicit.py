@@ -271,6 +271,9 @@ class ImplicitPosterior(LaplaceFamily):
         evidence, gamma = self.log_evidence_estimate(), self.effective_parameters_estimate()
         return self._summary(
             f"{float(evidence.value):.4f} +- {float(evidence.standard_error):.2g}",
+    def _gamma(self, progress: bool | None) -> Tensor:
+        return self.effective_parameters_estimate(progress=progress).value
+
             f"{float(gamma.value):.2f} +- {float(gamma.standard_error):.2g}",
             [f"exact GGN by products, solved in the space of {self.space}"],
         )

@@ -1,0 +1,71 @@
+"""A few examples of the data of a fit, kept in memory to look at later; they never go to files."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lapis.batches import Batch, joined, tensors_in
+
+MOST_EXAMPLES, MOST_BYTES = 64, 4 * 2**20
+"""The size of a sample, in examples and in bytes."""
+
+
+class Sample:
+    """A uniform random sample of the examples of all batches added, without replacement.
+
+    Each example draws a number, and those with the smallest ones stay: the draws are made from seed 0.
+    """
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(0)
+        self._room = MOST_EXAMPLES
+        self._limit = math.inf
+        """The largest number that still belongs to the sample."""
+        self._pieces: list[tuple[NDArray[np.float64], Batch]] = []
+
+    def add(self, batch: Batch) -> None:
+        """Let the examples of a batch take part in the draw."""
+        drawn = self._random.random(len(batch))
+        if not self._pieces:
+            held = sum(tensor.nbytes for tensor in (*tensors_in(batch.inputs), batch.targets))
+            self._room = min(MOST_EXAMPLES, MOST_BYTES * len(batch) // max(1, held))
+        chosen = np.flatnonzero(drawn < self._limit)
+        if len(chosen) > self._room:
+            chosen = np.sort(chosen[np.argsort(drawn[chosen])[: self._room]])
+        if not len(chosen):
+            return
+        self._pieces.append((drawn[chosen], batch.chosen(torch.from_numpy(chosen).to(batch.targets.device))))
+        numbers = np.concatenate([piece for piece, _ in self._pieces])
+        if len(numbers) > self._room:
+            self._limit = float(np.partition(numbers, self._room - 1)[self._room - 1])
+        if len(numbers) > 2 * self._room:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Forget examples that no longer belong to the sample."""
+        kept = []
+        for numbers, batch in self._pieces:
+            stays = np.flatnonzero(numbers <= self._limit)
+            if len(stays) == len(numbers):
+                kept.append((numbers, batch))
+            elif len(stays):
+                kept.append((numbers[stays], batch.chosen(torch.from_numpy(stays).to(batch.targets.device))))
+        self._pieces = kept
+
+    def batches(self) -> list[Batch]:
+        """The sample: in one batch if all examples have one shape, else in as many as there were."""
+        self._drop()
+        parts = [batch for _, batch in self._pieces]
+        whole = joined(parts) if parts else None
+        return parts if whole is None else [whole]
+
+    def clone(self) -> Sample:
+        """A copy that can be added to without changing this one."""
+        same = copy.copy(self)
+        same._random, same._pieces = copy.deepcopy(self._random), list(self._pieces)
+        return same
