@@ -17,7 +17,7 @@ WIDTH = 80
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table: a score of the network alone and of the posterior, or a value and what to compare it with."""
+    """A line of the table: a score of the network alone and of the posterior, or a value and what it should be."""
 
     label: str
     cells: tuple[str, str]

@@ -16,13 +16,12 @@ from lapis.evidence import TangentMode, Tuning
 from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network
 from lapis.options import check_count, check_positive
-from lapis.posteriors.laplace.calibration import Calibration, calibrate
-from lapis.posteriors.over_weights import GaussianPosterior
 from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.report import Notes
-from lapis.posteriors.posterior import Facts, State
+from lapis.posteriors.laplace.calibration import Calibration, calibrate
 from lapis.posteriors.laplace.checks import examine
-from lapis.posteriors.laplace.refinement import Refinement, refine
+from lapis.posteriors.over_weights import GaussianPosterior
+from lapis.posteriors.posterior import Facts, State
 from lapis.priors import Groups, Prior, WeightPrior, as_prior
 
 TANGENT = ("converged", "remaining", "iterations", "products", "reason")

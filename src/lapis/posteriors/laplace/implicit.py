@@ -266,14 +266,14 @@ class ImplicitPosterior(LaplaceFamily):
         """gamma = tr(A^-1 (A - Lambda)), by the same quadrature as the evidence, with a standard error."""
         return self._quadrature(probes, steps, generator, progress).trace(lambda t: 1 - 1 / t)
 
+    def _gamma(self, progress: bool | None) -> Tensor:
+        return self.effective_parameters_estimate(progress=progress).value
+
     def summary(self) -> str:
         """A few lines: size, prior, evidence and effective parameters with their standard errors."""
         evidence, gamma = self.log_evidence_estimate(), self.effective_parameters_estimate()
         return self._summary(
             f"{float(evidence.value):.4f} +- {float(evidence.standard_error):.2g}",
-    def _gamma(self, progress: bool | None) -> Tensor:
-        return self.effective_parameters_estimate(progress=progress).value
-
             f"{float(gamma.value):.2f} +- {float(gamma.standard_error):.2g}",
             [f"exact GGN by products, solved in the space of {self.space}"],
         )
