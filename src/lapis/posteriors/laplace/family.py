@@ -268,6 +268,18 @@ class LaplaceFamily(GaussianPosterior):
         check_temperature(temperature)
         return self._changed(temperature=temperature)
 
+    # diagnosis -------------------------------------------------------------------------------------
+
+    def _gamma(self, progress: bool | None) -> Tensor:
+        """The effective parameters, for a diagnosis."""
+        return self.effective_parameters()
+
+    def _fitted_to(self, digest: int) -> bool:
+        return bool(digest == self.curvature.digest)
+
+    def _examine(self, notes: Notes, seen: Seen | None, progress: bool | None) -> None:
+        examine(self, notes, seen, progress)
+
     # summary and files -----------------------------------------------------------------------------
 
     def _summary(self, evidence: str, gamma: str, choices: Sequence[str]) -> str:
@@ -346,15 +358,3 @@ def refuse_options(reason: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise OptionError(reason, expected=f"{name}=None", got=repr(value), do=f"leave {name} out")
-    # diagnosis -------------------------------------------------------------------------------------
-
-    def _gamma(self, progress: bool | None) -> Tensor:
-        """The effective parameters, for a diagnosis."""
-        return self.effective_parameters()
-
-    def _fitted_to(self, digest: int) -> bool:
-        return bool(digest == self.curvature.digest)
-
-    def _examine(self, notes: Notes, seen: Seen | None, progress: bool | None) -> None:
-        examine(self, notes, seen, progress)
-
