@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from lapis.batches import Batch, digest, naming
 from lapis.curvature.backward.record import Record
-from lapis.curvature.backward.seeds import curvature_seeds
+from lapis.curvature.backward.seeds import curvature_seeds, position_seeds
 from lapis.curvature.hessian import add_hessian
 from lapis.curvature.outputs import check_width
 from lapis.curvature.sums import Curvature
@@ -43,6 +43,7 @@ def accumulate(
         for batch in track(stream, "curvature", total, progress):
             for part in batch.split(part_length(curvature, work)):
                 _add_batch(curvature, network, likelihood, part, generator, work)
+            curvature.sample.add(batch)
     for block in curvature.blocks:
         block.flush()
         if not block.is_finite():
@@ -52,6 +53,29 @@ def accumulate(
                 got=f"NaN or infinity for {', '.join(repr(site.label) for site in block.sites[:3])}",
                 do="rescale the inputs (mean 0, standard deviation 1), or use float64: model.double()",
             )
+
+
+def accumulate_factors(
+    curvature: Curvature,
+    network: Network,
+    parts: Sequence[tuple[Batch, Tensor]],
+    *,
+    memory_budget: int,
+    progress: bool | None,
+) -> None:
+    """Add sum_n J_n^T S_n S_n^T J_n of batches with given factors S (B, T, C, R), instead of the likelihood's own."""
+    work = min(WORK_BYTES, memory_budget)
+    with network.prepared():
+        for batch, factor in track(parts, "curvature", len(parts), progress):
+            start = 0
+            for part in batch.split(part_length(curvature, work)):
+                own, start = factor[start : start + len(part)].to(network.dtype), start + len(part)
+                record = curvature.tape.record(part.inputs)
+                groups = position_seeds(own, _collected_seeds(curvature, record, work))
+                for number, group in enumerate(groups):
+                    _add_seeds(curvature, record, group, first=number == 0)
+    for block in curvature.blocks:
+        block.flush()
 
 
 def _add_batch(

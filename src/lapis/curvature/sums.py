@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapis.curvature.blocks.block import Block
 from lapis.curvature.blocks.partition import to_device
+from lapis.curvature.sample import Sample
 from lapis.curvature.tape import Tape
 
 
@@ -33,6 +34,8 @@ class Curvature:
     """Fingerprint of the data, independent of order and batching."""
     sites_of: list[list[int]] = field(default_factory=list)
     """For each block, the indices of its sites in the tape's plan."""
+    sample: Sample = field(default_factory=Sample)
+    """A few of the examples; not written to files."""
 
     def __post_init__(self) -> None:
         index = {id(site): i for i, site in enumerate(self.tape.plan.sites)}
@@ -75,9 +78,16 @@ class Curvature:
             if found.blocks and found.blocks[-1].sites == block.sites:
                 block.begin(found.blocks.pop())
 
+    def emptied(self) -> Curvature:
+        """A copy without curvature, in the same bases; it keeps the statistics and the data's fingerprint."""
+        same = self.clone()
+        for block in same.blocks:
+            block.empty()
+        return same
+
     def clone(self) -> Curvature:
         """A copy that can be added to independently; it shares the tape."""
         return Curvature(
             self.kind, self.tape, [block.clone() for block in self.blocks], self.statistics.clone(), self.n_data,
-            self.fisher_samples, self.signature, self.outputs, self.digest,
+            self.fisher_samples, self.signature, self.outputs, self.digest, sample=self.sample.clone(),
         )  # fmt: skip

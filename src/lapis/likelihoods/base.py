@@ -28,6 +28,8 @@ class Likelihood(ABC):
 
     name: ClassVar[str]
     kind: ClassVar[Kind]
+    is_elementwise: ClassVar[bool] = False
+    """Whether nll is a sum of functions of one output each, so that expectations need only the outputs' marginals."""
     channels: Literal["last", "first"]
 
     def __init__(self, *, channels: Literal["last", "first"] = "last") -> None:
@@ -131,6 +133,12 @@ class Likelihood(ABC):
         columns = u.permute(1, 2, 3, 0)  # (B, T, C, k): one product with S for all k vectors
         return (s @ (s.mT @ columns)).permute(3, 0, 1, 2)
 
+    def expected_hessian(self, draws: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        """sum_s w_s S_s S_s^T over points f_s, (B, T, C, C), for `draws` (S, B, T, C) with weights (S,)."""
+        factor = self.factor(draws.flatten(0, 1), y.expand(len(draws), *y.shape).flatten(0, 1))
+        factor = factor.reshape(*draws.shape, factor.shape[-1])
+        return torch.einsum("s,sbtcr,sbtdr->btcd", weights, factor, factor)
+
     @abstractmethod
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Gradient of nll in f at targets drawn from p(. | f): (B, T, C). Its second moment is S S^T.
@@ -201,3 +209,7 @@ class Separable(Likelihood):
 
     def curved(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
         return u * (self.root(f) ** 2).to(u.dtype)
+
+    def expected_hessian(self, draws: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        squares = self.root(draws.flatten(0, 1)).reshape(draws.shape) ** 2
+        return torch.diag_embed(torch.einsum("s,sbtc->btc", weights, squares))

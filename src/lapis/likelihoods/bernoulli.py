@@ -24,6 +24,7 @@ class Bernoulli(Separable):
 
     name: ClassVar[str] = "bernoulli"
     kind: ClassVar[Kind] = "classification"
+    is_elementwise: ClassVar[bool] = True
 
     def suspicion(self, f: Tensor) -> str | None:
         """Outputs that are probabilities already."""

@@ -203,6 +203,14 @@ class Categorical(Likelihood):
         w.sub_(torch.einsum("btc,kbtc->kbt", p, w).unsqueeze(-1)).mul_(p)
         return w if y.is_floating_point() else self._masked(w, y)
 
+    def expected_hessian(self, draws: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        """diag(E[p]) - E[p p^T]."""
+        p = draws.softmax(-1)
+        root = p * weights.sqrt()[:, None, None, None]
+        mean = torch.einsum("s,sbtc->btc", weights, p)
+        expected = torch.diag_embed(mean) - torch.einsum("sbtc,sbtd->btcd", root, root)
+        return expected if y.is_floating_point() else self._masked(expected.flatten(-2), y).reshape(expected.shape)
+
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = f.detach().softmax(-1)
         drawn = torch.multinomial(on_generator(p.reshape(-1, f.shape[-1]), generator), 1, generator=generator).to(

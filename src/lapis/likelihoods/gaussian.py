@@ -28,6 +28,7 @@ class Gaussian(Separable):
 
     name: ClassVar[str] = "gaussian"
     kind: ClassVar[Kind] = "regression"
+    is_elementwise: ClassVar[bool] = True
 
     def __init__(self, noise: float | Tensor = 1.0, *, channels: Literal["last", "first"] = "last") -> None:
         super().__init__(channels=channels)

@@ -23,6 +23,7 @@ class Poisson(Separable):
 
     name: ClassVar[str] = "poisson"
     kind: ClassVar[Kind] = "count"
+    is_elementwise: ClassVar[bool] = True
 
     def check_outputs(self, f: Tensor) -> None:
         super().check_outputs(f)

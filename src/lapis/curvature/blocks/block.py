@@ -101,6 +101,10 @@ class Block(ABC):
     def load(self, state: dict[str, Tensor]) -> None:
         """Replace the block's tensors by those of a `state`."""
 
+    def empty(self) -> None:
+        """Set all sums over data to zero."""
+        self.load({name: torch.zeros_like(tensor) for name, tensor in self.state().items()})
+
     def clone(self) -> Block:
         """A copy that can be added to without changing this block."""
         make: Callable[..., Block] = type(self)

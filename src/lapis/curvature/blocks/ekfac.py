@@ -103,6 +103,9 @@ class EKFACBlock(Block):
         self._moments = Moment(self.site.shape, state["moments"])
         self._casts, self._spectra = {}, None
 
+    def empty(self) -> None:
+        self.load({**self.state(), "moments": torch.zeros_like(self.moments)})  # in the same bases
+
     def options(self) -> dict[str, str]:
         return {"sharing": self.sharing, "bias": self.bias}
 

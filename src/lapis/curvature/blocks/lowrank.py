@@ -7,9 +7,11 @@ What is left out are directions whose curvature is small beside the prior: there
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from lapis.curvature.backward.contributions import Contribution, Outer, Rows
 from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, site_precision
 from lapis.curvature.blocks.spectrum import Spectrum
 from lapis.curvature.recording.sites import Site
-from lapis.errors import MemoryBudgetError, NotPositiveDefiniteError, StructureError
+from lapis.errors import LapisWarning, MemoryBudgetError, NotPositiveDefiniteError, StructureError
+from lapis.network import Network
 from lapis.priors import WeightPrior
 from lapis.solvers import Operator, lanczos_eigenpairs
 
@@ -207,6 +210,47 @@ class Leading:
     vectors: Tensor
     note: str
     converged: bool
+
+
+class Products(Protocol):
+    """A curvature through its products with vectors (k, P), of rank at most `rows`."""
+
+    @property
+    def rows(self) -> int: ...
+    def product(self, vectors: Tensor) -> Tensor: ...
+
+
+def load_leading(
+    block: Block,
+    products: Products,
+    network: Network,
+    *,
+    rank: int | None,
+    threshold: float,
+    memory_budget: int,
+    generator: torch.Generator,
+    progress: bool | None,
+) -> Leading:
+    """Fill the block with the leading eigenpairs of a curvature: see `leading_eigenpairs`."""
+    found = leading_eigenpairs(
+        Operator(products.product, network.size, network.dtype, network.device, "symmetric"),
+        rank=rank,
+        threshold=threshold,
+        bound=products.rows,
+        memory_budget=memory_budget,
+        generator=generator,
+        progress=progress,
+    )
+    ordered = torch.cat([site.gather(found.vectors, network).flatten(1) for site in block.sites], 1)
+    block.load({"values": found.values, "vectors": ordered})
+    if not found.converged:
+        warnings.warn(
+            f"Not all of the {len(found.values)} leading eigenpairs were found to their tolerance; "
+            "use float64, or a smaller rank.",
+            LapisWarning,
+            stacklevel=5,
+        )
+    return found
 
 
 def leading_eigenpairs(

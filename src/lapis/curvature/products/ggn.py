@@ -20,6 +20,7 @@ from torch import Tensor
 from lapis.batches import Batch, digest, joined, naming
 from lapis.curvature.outputs import check_outputs
 from lapis.curvature.products.jacobian import Jacobian
+from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.priors import WeightPrior
@@ -104,7 +105,9 @@ class ImplicitCurvature:
             self.digest = (self.digest + digest(batch.inputs, batch.targets)) % 2**64
         self.statistics = torch.stack(sums).sum(0)
         self.n_data = sum(map(len, batches))
-        self.factors = Factors(likelihood, self.jacobian.outputs, self.targets)
+        self.factors: Sequence[Tensor] = Factors(likelihood, self.jacobian.outputs, self.targets)
+        self.own_hessian = True
+        """Whether the factors are those of the likelihood's Hessian at the trained outputs (see `with_factors`)."""
         self.order: Tensor | None = None
         """The index that each example had before the data were shuffled by `rebatched`; None if they were not."""
 
@@ -115,6 +118,8 @@ class ImplicitCurvature:
     @cached_property
     def rows(self) -> int:
         """M, the number of rows of G."""
+        if not self.own_hessian:
+            return sum(s[..., 0, :].numel() for s in self.factors)
         first = self.factors[0]
         return self.jacobian.n_outputs // first.shape[-2] * first.shape[-1]
 
@@ -135,6 +140,8 @@ class ImplicitCurvature:
 
     def product(self, vectors: Tensor) -> Tensor:
         """The GGN times each vector, (k, P)."""
+        if not self.own_hessian:
+            return self.root_transposed(self.root(vectors))
         return self.jacobian.ggn(vectors, self.likelihood, self.targets)
 
     def part(self, index: int) -> ImplicitCurvature:
@@ -144,6 +151,8 @@ class ImplicitCurvature:
         part.jacobian = self.jacobian.of_batches(index)
         part.targets = [self.targets[index]]
         part.factors = Factors(self.likelihood, part.jacobian.outputs, part.targets)
+        if not self.own_hessian:
+            part.factors = [self.factors[index]]
         return part
 
     def with_mode(self, mode: str | None) -> ImplicitCurvature:
@@ -153,8 +162,22 @@ class ImplicitCurvature:
         same.jacobian = self.jacobian.with_mode(mode)
         return same
 
+    def with_factors(self, factors: Sequence[Tensor]) -> ImplicitCurvature:
+        """The same data with other factors S (B, T, C, R) of the Hessian in f, one for each batch."""
+        same = object.__new__(ImplicitCurvature)
+        same.__dict__.update({name: value for name, value in self.__dict__.items() if name != "rows"})
+        same.factors, same.own_hessian = factors, False
+        return same
+
     def rebatched(self, size: int, generator: torch.Generator) -> ImplicitCurvature:
         """The same data in batches of at most `size` examples, shuffled where their shapes allow joining batches."""
+        if not self.own_hessian:
+            raise OptionError(
+                "A refined posterior has its curvature for the batches that it was refined with",
+                expected='solver="cg"',
+                got='solver="sgd", which shuffles the data',
+                do='use solver="cg"',
+            )
         whole, order = joined(self.batches), None
         if whole is not None:
             order = torch.randperm(len(whole), generator=generator, device=generator.device).to(whole.targets.device)

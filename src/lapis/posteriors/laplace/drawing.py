@@ -107,6 +107,7 @@ def draw(
     kept = Checkpoint(checkpoint, "draw", _facts(posterior, chosen, seed))
     make = _by_cg if chosen.solver == "cg" else _by_sgd
     deviations, drawing = make(posterior, chosen, seed, kept, progress)
+    deviations = deviations.mul_(posterior.width**0.5)
     return DrawnPosterior(
         network=posterior.network,
         likelihood=posterior.likelihood,

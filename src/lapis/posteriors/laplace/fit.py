@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lapis.batches import Batch, batches, check_repeatable, describe, naming, take
 from lapis.curvature.accumulate import accumulate
 from lapis.curvature.backward.proof import unexplained
-from lapis.curvature.blocks.lowrank import RANK_FRACTION, leading_eigenpairs
+from lapis.curvature.blocks.lowrank import RANK_FRACTION, load_leading
 from lapis.curvature.blocks.partition import NAMES, Structure, build_blocks, resolve_structure, to_device
 from lapis.curvature.plan import PLANNING_EXAMPLES, planned_tape
 from lapis.curvature.products.ggn import ImplicitCurvature
@@ -31,7 +31,6 @@ from lapis.posteriors.laplace.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
 from lapis.posteriors.posterior import MEMORY_BUDGET, Facts
 from lapis.priors import Prior, WeightPrior, as_prior
-from lapis.solvers import Operator
 
 log = logging.getLogger("lapis")
 
@@ -289,30 +288,23 @@ class _Fit:
 
     def low_rank(self, curvature: Curvature, rank: int | None, generator: torch.Generator) -> str:
         """Fill the block with the leading eigenpairs; returns a note on their number and how it was chosen."""
-        products, network = self.implicit(), self.network
+        products = self.implicit()
         precision = float(self.prior.vector().detach().min())
-        operator = Operator(products.product, network.size, network.dtype, network.device, "symmetric")
-        found = leading_eigenpairs(
-            operator,
+        (block,) = curvature.blocks
+        found = load_leading(
+            block,
+            products,
+            self.network,
             rank=rank,
             threshold=RANK_FRACTION * precision * self.temperature,
-            bound=products.rows,
             memory_budget=self.memory_budget,
             generator=generator,
             progress=self.progress,
         )
-        (block,) = curvature.blocks
-        ordered = torch.cat([site.gather(found.vectors, network).flatten(1) for site in block.sites], 1)
-        block.load({"values": found.values, "vectors": ordered})
         curvature.statistics, curvature.n_data = products.statistics, products.n_data
         curvature.digest = products.digest
-        if not found.converged:
-            warnings.warn(
-                f"Not all of the {len(found.values)} leading eigenpairs were found to their tolerance; "
-                "use float64, or a smaller rank.",
-                LapisWarning,
-                stacklevel=4,
-            )
+        for batch in products.batches:
+            curvature.sample.add(batch)
         return found.note
 
 

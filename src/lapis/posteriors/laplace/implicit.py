@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lapis.batches import Inputs, batches
+from lapis.batches import Batch, Inputs, batches
 from lapis.curvature.products.ggn import ImplicitCurvature, ImplicitGaussian, Solved, Space
 from lapis.errors import LapisWarning, OptionError
 from lapis.likelihoods import Likelihood
@@ -23,6 +24,7 @@ from lapis.posteriors.laplace.family import LaplaceFamily, TuneOptions, refuse_o
 from lapis.posteriors.laplace.same_data import same_batches
 from lapis.posteriors.laplace.solver import TOLERANCES, Solver
 from lapis.posteriors.laplace.tuning_by_evidence import checked, regrouped
+from lapis.posteriors.over_weights import LinearisedPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.linearised import by_solves
 from lapis.predictions import LatentGaussian
@@ -39,6 +41,9 @@ from lapis.solvers import (
 
 BLOCKS = 12
 """Peak memory of a solve, products included, in multiples of its block of vectors."""
+
+MOST_SOLVES, REFINING_DRAWS = 2048, 64
+"""A refinement solves for the covariance of each of up to so many outputs; beyond, it takes it from so many draws."""
 
 MOST_VECTORS = 64
 """Maximal number of vectors solved for together."""
@@ -114,7 +119,7 @@ class ImplicitPosterior(LaplaceFamily):
         self.check_network()
         block = self.vectors(vectors).to(self.network.dtype)
         parts = [self.solved(self.gaussian.solve(part)) for part in torch.split(block, self.vectors_at_once())]
-        return torch.cat(parts).double().reshape(vectors.shape)
+        return torch.cat(parts).double().mul_(self.width).reshape(vectors.shape)
 
     def vectors_at_once(self) -> int:
         """How many vectors are solved for together within the memory budget."""
@@ -147,7 +152,7 @@ class ImplicitPosterior(LaplaceFamily):
             group = noise[start : start + self.vectors_at_once()]
             white, rows = torch.stack([e for e, _ in group]), torch.stack([u for _, u in group])
             parts.append(self.solved(self.gaussian.draws(white, rows)))
-        return torch.cat(parts).add_(self.mean)
+        return torch.cat(parts).mul_(self.width**0.5).add_(self.mean)
 
     def _squared_distance(self, deviations: Tensor) -> Tensor:
         return (self.gaussian.multiply(deviations.to(self.network.dtype)).double() * deviations).sum(-1)
@@ -338,6 +343,7 @@ class ImplicitPosterior(LaplaceFamily):
         progress: bool | None = None,
     ) -> ImplicitPosterior:
         """See `LaplaceFamily.update`; the new data are kept too. The GGN is exact: no `generator` is needed."""
+        self._refuse_if_refined("take more data: its curvature is no longer a sum", "update first, then refine")
         self.check_network()
         refuse_options("The implicit structure draws no targets", generator=generator)
         stream, total = batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=batch_size)
@@ -348,6 +354,48 @@ class ImplicitPosterior(LaplaceFamily):
             self.network, self.fitted_likelihood, held, facts.signature, facts.memory_budget, self.solver.mode
         )
         return self._with_sums(sums)
+
+    # refinement ------------------------------------------------------------------------------------
+
+    def _data(self, data: Any, batch_size: int | None) -> Sequence[Batch]:
+        if data is None:
+            refuse_options("The data are in their batches already", batch_size=batch_size)
+        else:
+            same_batches(data, self.network, self.curvature.digest, self.n_data, batch_size)
+        return self.curvature.batches
+
+    @property
+    def is_exact(self) -> bool:
+        """The precision is that of the exact GGN."""
+        return True
+
+    def outputs_of_data(self, held: Sequence[Batch]) -> Callable[[int], LatentGaussian]:
+        """By a solve for every output where these are few, else from draws."""
+        source: LinearisedPosterior = self
+        if self.curvature.jacobian.n_outputs > MOST_SOLVES:
+            source = self.draw(REFINING_DRAWS, progress=False)
+
+        def outputs(number: int) -> LatentGaussian:
+            latent = source.latent(held[number].inputs, "full", None, None)
+            assert isinstance(latent, LatentGaussian)
+            return latent
+
+        return outputs
+
+    def recurved(self, held: Sequence[Batch], factors: Sequence[Tensor], progress: bool | None) -> ImplicitPosterior:
+        """See `LaplaceFamily.recurved`."""
+        return replace(self, curvature=self.curvature.with_factors(factors))
+
+    def gamma_of_groups(self) -> Tensor:
+        """See `LaplaceFamily.gamma_of_groups`; known for one group only."""
+        if len(self.weight_prior.precision) > 1:
+            raise OptionError(
+                "An implicit posterior is refined with one prior precision tuned, or none",
+                expected="one prior group, or tune=False",
+                got=f"{len(self.weight_prior.precision)} groups",
+                do="use refine(data, tune=False)",
+            )
+        return self.effective_parameters().reshape(1)
 
     # predictions -----------------------------------------------------------------------------------
 
@@ -367,6 +415,9 @@ class ImplicitPosterior(LaplaceFamily):
 
     def state(self) -> State:
         """The family's state and the solver's settings, without the data and the preconditioner."""
+        self._refuse_if_refined(
+            "be saved: its curvature belongs to its data", "save it before refining, or save draw()"
+        )
         state, solver = super().state(), self.solver
         chosen = {name: getattr(solver, name) for name in ("space", "tolerance", "max_iterations", "mode")}
         return State(state.config | {"solver": chosen}, state.tensors)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lapis.batches import Inputs, batches
-from lapis.curvature.accumulate import accumulate
+from lapis.batches import Batch, Inputs, batches
+from lapis.curvature.accumulate import accumulate, accumulate_factors
 from lapis.curvature.blocks.block import BlockGaussian
+from lapis.curvature.blocks.lowrank import RANK_FRACTION, load_leading
 from lapis.curvature.blocks.partition import build_blocks, grouped_spectrum
+from lapis.curvature.blocks.scaled import ScaledGaussian
 from lapis.curvature.blocks.spectrum import GroupedSpectrum
+from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.curvature.recording.sites import Plan, Site
 from lapis.curvature.sums import Curvature
 from lapis.curvature.tape import ExampleBytes, Tape
-from lapis.errors import MemoryBudgetError
+from lapis.errors import MemoryBudgetError, OptionError
 from lapis.evidence import Training
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.options import check_choice, check_generator
 from lapis.posteriors.laplace import tuning_by_evidence as tuning
 from lapis.posteriors.laplace.family import LaplaceFamily, TuneOptions, refuse_options
+from lapis.posteriors.laplace.foretelling import warn_of_doubt
+from lapis.posteriors.laplace.same_data import same_batches
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.drawn_network import DrawnNetwork, white_noise
 from lapis.posteriors.predicting.linearised import linearised
@@ -53,6 +58,14 @@ class LaplacePosterior(LaplaceFamily):
     def gaussians(self) -> list[BlockGaussian]:
         """The posterior of each block of weights."""
         return [block.gaussian(self.weight_prior, self.scale) for block in self.curvature.blocks]
+
+    @cached_property
+    def widened(self) -> list[BlockGaussian]:
+        """The same with the covariance times `width`: the distribution that is drawn from and predicted with."""
+        if self.width == 1.0:
+            return self.gaussians
+        pairs = zip(self.gaussians, self.curvature.blocks, strict=True)
+        return [ScaledGaussian(gaussian, self.width, block.size) for gaussian, block in pairs]
 
     def spectrum(self) -> GroupedSpectrum | None:
         """Eigenvalues of the curvature by prior group; None where they do not determine the log-determinant."""
@@ -91,7 +104,7 @@ class LaplacePosterior(LaplaceFamily):
         # noise drawn one by one, so that one call with n samples and n calls with one give the same draws
         noise = torch.stack([white_noise(self.network, source) for _ in range(samples)])
         parts = torch.split(noise, [block.size for block in self.curvature.blocks], -1)
-        draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self.gaussians, parts, strict=True)]
+        draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self.widened, parts, strict=True)]
         return self._to_flat(draws).add_(self.mean)
 
     def _squared_distance(self, deviations: Tensor) -> Tensor:
@@ -100,7 +113,7 @@ class LaplacePosterior(LaplaceFamily):
 
     def marginal_variance(self) -> Tensor:
         """Variance of each weight, (P,)."""
-        return self._to_flat([gaussian.variance() for gaussian in self.gaussians]).to(self.mean.dtype)
+        return self._to_flat([gaussian.variance() for gaussian in self.widened]).to(self.mean.dtype)
 
     def precision(self) -> Tensor:
         """The whole precision matrix (P, P), float64: for checking, on small networks."""
@@ -114,7 +127,7 @@ class LaplacePosterior(LaplaceFamily):
             )
         matrix = self.mean.new_zeros(self.n_weights, self.n_weights, dtype=torch.float64)
         indices = self._to_blocks(torch.arange(self.n_weights, device=self.network.device))
-        for gaussian, index in zip(self.gaussians, indices, strict=True):
+        for gaussian, index in zip(self.widened, indices, strict=True):
             matrix[index[:, None], index] = gaussian.matrix()
         return matrix
 
@@ -148,7 +161,9 @@ class LaplacePosterior(LaplaceFamily):
             generator=asked.generator,
         )
         iterations = 200 if asked.max_iterations is None else asked.max_iterations
-        return tuning.tune(self, method, asked.groups, asked.noise, iterations, asked.tolerance)
+        found = tuning.tune(self, method, asked.groups, asked.noise, iterations, asked.tolerance)
+        warn_of_doubt(found, found.curvature.sample.batches(), lambda batch: found.predict(batch.inputs), stacklevel=4)
+        return found
 
     def at_tangent_mode(
         self,
@@ -160,6 +175,7 @@ class LaplacePosterior(LaplaceFamily):
         start: Tensor | None = None,
     ) -> LaplacePosterior:
         """See `LaplaceFamily.at_tangent_mode`."""
+        self._refuse_if_refined("take its evidence elsewhere: that is its ELBO", "ask before refining")
         self.check_network()
         problem = tuning.tangent_problem(self, data, batch_size, tolerance, max_products)
         return tuning.checked(tuning.at_mode(self, problem, problem.begin(start)))
@@ -167,7 +183,7 @@ class LaplacePosterior(LaplaceFamily):
     def solve(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (P,) or (k, P), float64."""
         parts = self._to_blocks(self.vectors(vectors).double())
-        solved = self._to_flat([gaussian.solve(part) for gaussian, part in zip(self.gaussians, parts, strict=True)])
+        solved = self._to_flat([gaussian.solve(part) for gaussian, part in zip(self.widened, parts, strict=True)])
         return solved.reshape(vectors.shape)
 
     # changes ---------------------------------------------------------------------------------------
@@ -185,6 +201,7 @@ class LaplacePosterior(LaplaceFamily):
         progress: bool | None = None,
     ) -> LaplacePosterior:
         """See `LaplaceFamily.update`."""
+        self._refuse_if_refined("take more data: its curvature is no longer a sum", "update first, then refine")
         self.check_network()
         check_generator(generator)
         sums = self.curvature.clone()
@@ -201,6 +218,60 @@ class LaplacePosterior(LaplaceFamily):
         )
         return self._with_sums(sums)
 
+    # refinement ------------------------------------------------------------------------------------
+
+    def _check_refinable(self) -> None:
+        if self.curvature.kind in ("hessian", "empirical"):
+            raise OptionError(
+                "Refinement averages the GGN over the posterior",
+                expected='a fit with curvature="ggn", "exact" or "sampled"',
+                got=repr(self.curvature.kind),
+                do='fit with curvature="ggn"',
+            )
+
+    def _data(self, data: Any, batch_size: int | None) -> Sequence[Batch]:
+        return same_batches(data, self.network, self.curvature.digest, self.n_data, batch_size)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the precision is that of the exact GGN."""
+        return self.structure == "dense" and self.curvature.kind == "ggn"
+
+    def outputs_of_data(self, held: Sequence[Batch]) -> Callable[[int], LatentGaussian]:
+        """See `LaplaceFamily.outputs_of_data`."""
+
+        def outputs(number: int) -> LatentGaussian:
+            latent = self.latent(held[number].inputs, "full", None, None)
+            assert isinstance(latent, LatentGaussian)
+            return latent
+
+        return outputs
+
+    def recurved(self, held: Sequence[Batch], factors: Sequence[Tensor], progress: bool | None) -> LaplacePosterior:
+        """See `LaplaceFamily.recurved`."""
+        sums, budget = self.curvature.emptied(), self.facts.memory_budget
+        if self.structure == "lowrank":
+            whole = ImplicitCurvature(self.network, self.fitted_likelihood, held, self.facts.signature, budget)
+            (block,) = sums.blocks
+            load_leading(
+                block,
+                whole.with_factors(factors),
+                self.network,
+                rank=None,
+                threshold=RANK_FRACTION * float(self.weight_prior.vector().min()) * self.temperature,
+                memory_budget=budget,
+                generator=torch.Generator(self.network.device).manual_seed(0),
+                progress=progress,
+            )
+        else:
+            pairs = list(zip(held, factors, strict=True))
+            accumulate_factors(sums, self.network, pairs, memory_budget=budget, progress=progress)
+        return replace(self, curvature=sums)
+
+    def gamma_of_groups(self) -> Tensor:
+        """See `LaplaceFamily.gamma_of_groups`."""
+        return self.effective_parameters(per_group=True)
+
     # predictions -----------------------------------------------------------------------------------
 
     def quick_draws(
@@ -209,11 +280,11 @@ class LaplacePosterior(LaplaceFamily):
         """Draws whose wide matrices are not formed (see `DrawnNetwork`)."""
         if self.network.indices:  # parameters chosen in part would have to be reassembled for every draw
             return None
-        drawn = DrawnNetwork(self.network, self.curvature.blocks, self.gaussians, self.mean, inputs)
+        drawn = DrawnNetwork(self.network, self.curvature.blocks, self.widened, self.mean, inputs)
         return (drawn.draw(generator) for _ in range(samples))
 
     def _outputs(self, inputs: Inputs, kind: LatentKind) -> LatentGaussian:
-        return linearised(self.network, self.curvature, self.gaussians, inputs, kind, self.facts.memory_budget)
+        return linearised(self.network, self.curvature, self.widened, inputs, kind, self.facts.memory_budget)
 
     # files -----------------------------------------------------------------------------------------
 

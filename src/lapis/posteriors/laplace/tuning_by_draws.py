@@ -23,17 +23,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lapis.batches import Batch
+from lapis.curvature.sample import Sample
 from lapis.errors import LapisWarning, OptionError
 from lapis.evidence import TangentMode, TangentProblem, Tuning
 from lapis.evidence.point import LARGEST_LOG
 from lapis.options import check_choice
 from lapis.posteriors.laplace.drawing import Descent, noise
+from lapis.posteriors.laplace.foretelling import warn_of_doubt
+from lapis.posteriors.predicting.linearised import by_draws
+from lapis.predictions import Prediction
+from lapis.predictions import predict as predict_outputs
 from lapis.priors import Prior
 from lapis.progress import track
 from lapis.solvers import SGDSettings, SGDState, sgd
 
 if TYPE_CHECKING:
     from lapis.posteriors.laplace.implicit import ImplicitPosterior
+    from lapis.posteriors.posterior import LatentKind
 
 SGD_EPOCHS = 10
 """Epochs of SGD in each round; twice as many in the first."""
@@ -170,7 +177,22 @@ def tune(
             LapisWarning,
             stacklevel=3,
         )
-    return replace(_with(posterior, precision, base, factor), tuning=tuning)
+    found = replace(_with(posterior, precision, base, factor), tuning=tuning)
+    sample = Sample()
+    for batch in found.curvature.batches:
+        sample.add(batch)
+    warn_of_doubt(found, sample.batches(), lambda batch: _foretold(found, z, batch), stacklevel=5)
+    return found
+
+
+def _foretold(posterior: ImplicitPosterior, z: Tensor, batch: Batch) -> Prediction:
+    """The prediction of a few examples with the covariance of draws z (k, P): relative errors of sqrt(2 / k)."""
+    kind: LatentKind = "full" if posterior._full_by_default() else "diagonal"
+    deviations, canonical = z.to(posterior.network.dtype), posterior.likelihood.canonical
+    latent = by_draws(
+        posterior.network, canonical, posterior.n_outputs, deviations, batch.inputs, kind, posterior.facts.memory_budget
+    )
+    return predict_outputs(posterior.likelihood, latent)
 
 
 def _stretch(before: tuple[Tensor, Tensor] | None, here: Tensor, there: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def at_mode(
     """The posterior with `tangent` computed under its own prior and noise."""
     assert problem is not None
     with torch.no_grad():
-        frozen = _detached(posterior)
+        frozen = detached(posterior)
         mode = problem.solve(
             frozen.likelihood,
             frozen.weight_prior,
@@ -145,12 +145,12 @@ def at_mode(
     return replace(posterior, tangent=mode)
 
 
-def _detached(posterior: LaplacePosterior) -> LaplacePosterior:
-    """The posterior with prior precision and noise detached from autograd's graph."""
+def detached(posterior: Fitted) -> Fitted:
+    """The posterior with prior precision and noise detached from autograd's graph, and its covariance as it follows."""
     prior = posterior.weight_prior.with_precision(posterior.weight_prior.precision.detach())
     noise = posterior.likelihood.noise
     likelihood = posterior.likelihood if noise is None else posterior.likelihood.with_noise(noise.detach())
-    return replace(posterior, weight_prior=prior, likelihood=likelihood)
+    return replace(posterior, weight_prior=prior, likelihood=likelihood, width=1.0)
 
 
 def tangent_problem(

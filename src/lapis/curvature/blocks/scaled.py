@@ -1,0 +1,48 @@
+"""A block's Gaussian with its covariance multiplied by a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lapis.curvature.backward.contributions import Contribution
+from lapis.curvature.blocks.block import BlockGaussian, FactoredDraw
+
+
+class ScaledGaussian(BlockGaussian):
+    """N(0, c Sigma) for a Gaussian N(0, Sigma) over `size` weights, and c > 0."""
+
+    def __init__(self, gaussian: BlockGaussian, factor: float, size: int) -> None:
+        self.gaussian, self.factor, self.size = gaussian, factor, size
+
+    def logdet(self) -> Tensor:
+        return self.gaussian.logdet() - self.size * math.log(self.factor)
+
+    def color(self, noise: Tensor) -> Tensor:
+        return self.gaussian.color(noise) * math.sqrt(self.factor)
+
+    def factored(self, dtype: torch.dtype) -> FactoredDraw | None:
+        found = self.gaussian.factored(dtype)
+        return None if found is None else replace(found, deviations=found.deviations * math.sqrt(self.factor))
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        return self.gaussian.multiply(vectors) / self.factor
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        return self.gaussian.solve(vectors) * self.factor
+
+    def variance(self) -> Tensor:
+        return self.gaussian.variance() * self.factor
+
+    def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
+        return self.gaussian.covariance(contributions, diagonal) * self.factor
+
+    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
+        return self.gaussian.joint(contributions) * self.factor
+
+    def matrix(self) -> Tensor:
+        return self.gaussian.matrix() / self.factor
