@@ -69,3 +69,19 @@ def test_ordinary_logits_are_not_suspected(likelihood: Likelihood) -> None:
     constant = torch.full((100, 1, 4), 0.25)
     assert alarms <= (0 if isinstance(likelihood, Categorical) else 20)
     assert likelihood.suspicion(constant) is None
+
+
+@pytest.mark.parametrize("groups", ["one", "layer"])
+def test_a_float32_noise_for_each_output_can_be_tuned(groups: str) -> None:
+    """Rounded to float32 the proportions of a scaled noise are no longer those of the fit; with groups by autograd."""
+    x, y = torch.randn(40, 2), torch.randn(40, 2)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2))
+    posterior = lapis.laplace(model, (x, y), lapis.Gaussian(noise=torch.rand(2) + 0.1), structure="dense")
+    tuned = posterior.tune(groups=groups)  # type: ignore[arg-type]
+    noise = tuned.likelihood.noise
+    assert noise is not None
+    assert noise.dtype == torch.float64
+    assert bool(torch.isfinite(tuned.predict(x).variance).all())
+    assert float(tuned.log_evidence().detach()) > float(posterior.log_evidence().detach())
+    twice = tuned.with_noise(2 * noise.float())
+    torch.testing.assert_close(twice.log_evidence(), tuned.with_noise(2 * noise).log_evidence(), rtol=1e-6, atol=0)

@@ -171,6 +171,10 @@ class Likelihood(ABC):
             do="leave the noise out",
         )
 
+    def scaled_noise(self, factor: Tensor) -> Likelihood:
+        """The same likelihood with its noise times `factor` (0-d)."""
+        return self.with_noise(factor)
+
     def curvature_scale(self, fitted: Likelihood) -> Tensor | float:
         """The factor that converts curvature computed under `fitted` into curvature under this likelihood."""
         self._same_family(fitted)

@@ -19,8 +19,8 @@ class Gaussian(Separable):
     """y ~ N(f, diag(sigma^2)): -log p = sum_c (y_c - f_c)^2 / (2 sigma_c^2) + 1/2 log(2 pi sigma_c^2).
 
     Args:
-        noise: the standard deviation sigma, one number for all outputs or a tensor (C,). A tensor that
-            requires a gradient keeps its graph, so that the evidence can be differentiated in it.
+        noise: the standard deviation sigma, one number for all outputs or a tensor (C,); kept in float64. A
+            tensor that requires a gradient keeps its graph, so that the evidence can be differentiated in it.
         channels: see `Likelihood`.
 
     Targets are (B, C), (B,) when C = 1, or laid out as the network's outputs.
@@ -33,6 +33,11 @@ class Gaussian(Separable):
     def __init__(self, noise: float | Tensor = 1.0, *, channels: Literal["last", "first"] = "last") -> None:
         super().__init__(channels=channels)
         self._noise = _standard_deviation(noise)
+        given = isinstance(noise, Tensor) and noise.is_floating_point()
+        self._rounding = torch.finfo(noise.dtype).eps if given else 0.0  # type: ignore[union-attr]
+        """Relative error with which the noise was given."""
+        self._factor: tuple[Tensor, Tensor] | None = None
+        """Another noise, and the factor by which this one differs from it, after `scaled_noise`."""
 
     @property
     def noise(self) -> Tensor:
@@ -80,20 +85,26 @@ class Gaussian(Separable):
     def with_noise(self, noise: float | Tensor) -> Gaussian:
         return Gaussian(noise, channels=self.channels)
 
+    def scaled_noise(self, factor: Tensor) -> Gaussian:
+        """The same likelihood with every noise times `factor` (0-d), in which the curvature can be differentiated."""
+        base = self.noise.detach()
+        scaled = Gaussian(base * factor, channels=self.channels)
+        scaled._factor = base, factor
+        return scaled
+
+    def has_proportions_of(self, other: Gaussian) -> bool:
+        """Whether the noise differs from the other's by one factor for all outputs, within the rounding of both."""
+        ratio = self.noise.detach() / other.noise.detach().to(self.noise.device)
+        return bool((ratio / ratio.reshape(-1)[0] - 1).abs().max() <= 4 * max(1e-13, self._rounding, other._rounding))
+
     def curvature_scale(self, fitted: Likelihood) -> Tensor | float:
         """(sigma_fitted / sigma)^2, differentiable in sigma; LikelihoodError if it is not the same for every output.
 
         The fitted noise is a constant here: it is already part of the curvature.
         """
         self._same_family(fitted)
-        if fitted.noise is None:
-            raise LikelihoodError(
-                "The fitted likelihood has no noise",
-                expected="gaussian",
-                got=repr(fitted),
-                do="refit with the gaussian likelihood",
-            )
-        before, now = fitted.noise.detach().double(), self.noise.double()
+        assert isinstance(fitted, Gaussian)
+        before, now = fitted.noise.detach(), self.noise
         if before.dim() and now.dim() and before.shape != now.shape:
             raise LikelihoodError(
                 "The two noises are for different numbers of outputs",
@@ -104,13 +115,16 @@ class Gaussian(Separable):
         ratio = (before.to(now.device) / now) ** 2
         if ratio.dim() == 0:
             return ratio
-        if not torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-12, atol=0.0):
+        if not self.has_proportions_of(fitted):
             raise LikelihoodError(
                 "Curvature cannot be rescaled output by output",
                 expected="a noise that changes by the same factor for every output",
                 got=f"variance factors {(1 / ratio).tolist()}",
                 do="refit with the new noise",
             )
+        if ratio.requires_grad and self._factor is not None:
+            base, factor = self._factor
+            return (before.to(base.device) / base).reshape(-1)[0] ** 2 / factor**2
         if ratio.requires_grad:
             raise LikelihoodError(
                 "Curvature cannot be differentiated in a noise per output",
@@ -121,7 +135,7 @@ class Gaussian(Separable):
         return ratio[0]
 
     def to_config(self) -> dict[str, Any]:
-        return {**super().to_config(), "noise": self.noise.detach().double().tolist()}
+        return {**super().to_config(), "noise": self.noise.detach().tolist()}
 
     def _sigma(self, outputs: int) -> Tensor:
         """The noise expanded to (C,)."""
@@ -136,12 +150,9 @@ class Gaussian(Separable):
 
 
 def _standard_deviation(noise: float | Tensor) -> Tensor:
-    """A positive standard deviation as a floating tensor, 0-d or 1-D, still attached to its graph."""
+    """A positive standard deviation as a float64 tensor, 0-d or 1-D, still attached to its graph."""
     try:
-        if isinstance(noise, Tensor):
-            sigma = noise if noise.is_floating_point() else noise.double()
-        else:
-            sigma = torch.as_tensor(noise, dtype=torch.float64)
+        sigma = noise.double() if isinstance(noise, Tensor) else torch.as_tensor(noise, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise OptionError(
             "The noise is no number",

@@ -116,7 +116,7 @@ def candidates(posterior: LaplacePosterior, count: int, noise: bool) -> Callable
         prior = replace(posterior.prior, precision=precision)
         changes: dict[str, Any] = {"prior": prior, "weight_prior": posterior.weight_prior.with_precision(precision)}
         if base is not None:
-            changes["likelihood"] = posterior.likelihood.with_noise(base.detach() * values[count].to(base.device))
+            changes["likelihood"] = posterior.likelihood.scaled_noise(values[count].to(base.device))
         changed = replace(posterior, **changes, tuning=None)
         if latest is not None:
             changed = at_mode(changed, latest.problem, latest)
