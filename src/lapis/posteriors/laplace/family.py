@@ -351,6 +351,9 @@ class LaplaceFamily(GaussianPosterior):
     ) -> Self:
         """The posterior after `data` as well: their curvature is added, as it is a sum over data.
 
+        An EKFAC posterior keeps the eigenvectors of its fit, and adds the exact second moments along these: the result
+        is not quite that of a fit to all data, which would find other eigenvectors.
+
         `generator` is for targets drawn for the sampled Fisher information.
         """
 
