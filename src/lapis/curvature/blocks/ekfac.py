@@ -8,6 +8,9 @@ exact curvature in the Frobenius norm, l_G l_A included.
 
 The bases need a pass over the data of their own (`preliminary`); the sums over data then refer to them. Bases stay what
 they are when more data are added: the second moments of old and new data in one basis add up, eigenvectors would not.
+
+Where factors have repeated eigenvalues, eigenvectors are not unique, and neither is the result: reduced factors have a
+null space in which the data still vary if there are fewer examples than layer inputs.
 """
 
 from __future__ import annotations
@@ -72,6 +75,9 @@ class EKFACBlock(Block):
         total = self._moments.recent(dtype)
         for some in _few_examples(contributions[0]):
             rotate(some, inputs, outputs, self.site.shape).add_square_sum(total)
+
+    def flush(self) -> None:
+        self._casts = {}
 
     def gaussian(self, prior: WeightPrior, scale: Tensor) -> EigenbasisGaussian:
         self.check(prior)
