@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -350,3 +352,23 @@ def test_float32_probabilities_are_those_of_float64() -> None:
             wide = classes(latent(mean, covariance), link).probs
             narrow = classes(latent(mean.float(), covariance.float()), link).probs
             torch.testing.assert_close(narrow.double(), wide, rtol=1e-4, atol=1e-5)
+
+
+# -- the experiment -----------------------------------------------------------------------------------------
+
+
+def test_the_experiment_finds_the_default_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its quick run, `python experiments/links.py --quick`, writes the page and the figure."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "experiments"))
+    common, experiment = importlib.import_module("common"), importlib.import_module("links")
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "FIGURES", tmp_path)
+    monkeypatch.setattr("sys.argv", ["links.py", "--quick"])
+    threads = torch.get_num_threads()
+    try:
+        experiment.main()
+    finally:
+        torch.set_num_threads(threads)
+    page = (tmp_path / "links_quick.md").read_text(encoding="utf-8")
+    assert '"quasi" has the smallest KL of the five links in 12 of 12 cases' in page
+    assert (tmp_path / "links_quick.png").read_bytes()[:4] == b"\x89PNG"
