@@ -61,7 +61,6 @@ class EKFACBlock(Block):
         assert isinstance(found, KroneckerBlock)
         _, outputs, _, inputs = found.eigen()
         self.outputs, self.inputs = outputs.contiguous(), None if inputs is None else inputs.contiguous()
-        self._casts = {}
 
     def _bases(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Q_G and Q_A in the network's dtype, cast once."""
