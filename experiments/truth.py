@@ -29,6 +29,10 @@ LINKS = ("quasi", "mean_field", "probit", "bridge")
 # -- Hamiltonian Monte Carlo --------------------------------------------------------------------------------
 
 
+LogDensity = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Log density up to a constant (K,), and its gradient (K, P), at K points (K, P)."""
+
+
 @dataclass(frozen=True)
 class Chains:
     """Draws (S, K, P) of K chains, with their acceptance rate and step size."""
@@ -38,8 +42,20 @@ class Chains:
     step: float
 
 
+def leapfrog(
+    log_density: LogDensity, position: Tensor, momentum: Tensor, gradient: Tensor, step: float, steps: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Positions and momenta (K, P) after so many steps, the log density there, and its gradient."""
+    momentum = momentum + 0.5 * step * gradient
+    for index in range(steps):
+        position = position + step * momentum
+        value, gradient = log_density(position)
+        momentum = momentum + (step if index < steps - 1 else 0.5 * step) * gradient
+    return position, momentum, value, gradient
+
+
 def hamiltonian(
-    log_density: Callable[[Tensor], tuple[Tensor, Tensor]],
+    log_density: LogDensity,
     start: Tensor,
     draws: int,
     generator: torch.Generator,
@@ -50,7 +66,7 @@ def hamiltonian(
     """K chains at once, with unit masses.
 
     Args:
-        log_density: log density up to a constant (K,), and its gradient (K, P), at K points (K, P).
+        log_density: of the target.
         start: (K, P).
         draws: kept of each chain, S.
         warm_up: draws before them, in which the common step size is tuned to an acceptance rate of 0.8 (Robbins and
@@ -67,14 +83,8 @@ def hamiltonian(
         most = max(1, round(2 * length / step))
         steps = int(torch.randint(1, most + 1, (), generator=generator))
         momentum = torch.randn(position.shape, dtype=F64, generator=generator)
-        q, g, energy = position, gradient, value - 0.5 * momentum.square().sum(1)
-        p = momentum + 0.5 * step * g
-        new = value
-        for index in range(steps):
-            q = q + step * p
-            new, g = log_density(q)
-            p = p + (step if index < steps - 1 else 0.5 * step) * g
-        change = new - 0.5 * p.square().sum(1) - energy
+        q, p, new, g = leapfrog(log_density, position, momentum, gradient, step, steps)
+        change = new - 0.5 * p.square().sum(1) - (value - 0.5 * momentum.square().sum(1))
         chance = change.nan_to_num(nan=-math.inf).clamp_max(0).exp()
         take = torch.rand(len(chance), dtype=F64, generator=generator) < chance
         position = torch.where(take[:, None], q, position)

@@ -14,6 +14,16 @@ from torch import Tensor
 F64 = torch.float64
 
 
+ROOT = torch.tensor([[1.0, 0.0, 0.0], [0.9, 0.5, 0.0], [-0.3, 0.4, 2.0]], dtype=F64)
+MEAN = torch.tensor([1.0, -2.0, 0.5], dtype=F64)
+
+
+def log_density(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Of N(MEAN, ROOT ROOT^T), and its gradient."""
+    slope = -(z - MEAN) @ torch.linalg.inv(ROOT @ ROOT.T)
+    return 0.5 * ((z - MEAN) * slope).sum(1), slope
+
+
 @pytest.fixture
 def truth(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "experiments"))
@@ -21,28 +31,37 @@ def truth(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_sampler_draws_from_a_correlated_gaussian(truth: ModuleType) -> None:
-    """Means and second moments within 5.5 standard errors over 64 chains: 14 tests, false-alarm rate below 1e-5."""
-    root = torch.tensor([[1.0, 0.0, 0.0], [0.9, 0.5, 0.0], [-0.3, 0.4, 2.0]], dtype=F64)
-    mean, precision = torch.tensor([1.0, -2.0, 0.5], dtype=F64), torch.linalg.inv(root @ root.T)
-
-    def log_density(z: Tensor) -> tuple[Tensor, Tensor]:
-        slope = -(z - mean) @ precision
-        return 0.5 * ((z - mean) * slope).sum(1), slope
-
+    """Means and second moments within 5.5 standard errors over 512 chains: 12 tests, false-alarm rate below 1e-6."""
+    root, mean = ROOT, MEAN
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(64, 3, dtype=F64, generator=generator)
-    run = truth.hamiltonian(log_density, start, 300, generator)
+    start = torch.randn(512, 3, dtype=F64, generator=generator)
+    run = truth.hamiltonian(log_density, start, 1000, generator)
     centred = run.draws - mean
     for values, expected in (
         (centred, torch.zeros(3, dtype=F64)),
         (centred.unsqueeze(-1) * centred.unsqueeze(-2), root @ root.T),
     ):
         each = values.mean(0)
-        error = each.std(0) / math.sqrt(64)
+        error = each.std(0) / math.sqrt(512)
         assert bool(((each.mean(0) - expected).abs() < 5.5 * error).all())
-        assert float(error.max()) < 0.1
+        assert float(error.max()) < 0.02
     assert float(truth.split_r_hat(run.draws).max()) < 1.02
     assert 0.6 < run.acceptance < 0.97
+
+
+def test_trajectories_can_be_reversed_and_keep_their_energy(truth: ModuleType) -> None:
+    """What makes the chain right, with the acceptance rule. Half the step has a quarter of the error in energy."""
+    generator = torch.Generator().manual_seed(0)
+    q, p = torch.randn(2, 50, 3, dtype=F64, generator=generator)
+    value, gradient = log_density(q)
+    errors = []
+    for step, steps in ((0.1, 20), (0.05, 40)):
+        there, momentum, new, slope = truth.leapfrog(log_density, q, p, gradient, step, steps)
+        back, reverse, _, _ = truth.leapfrog(log_density, there, -momentum, slope, step, steps)
+        torch.testing.assert_close(back, q, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(reverse, -p, rtol=1e-9, atol=1e-9)
+        errors.append((new - 0.5 * momentum.square().sum(1) - value + 0.5 * p.square().sum(1)).abs().mean())
+    assert 3.5 < float(errors[0] / errors[1]) < 4.5
 
 
 def test_r_hat_notices_chains_that_disagree_or_drift(truth: ModuleType) -> None:
