@@ -2,9 +2,10 @@
 
     .venv-bench/bin/python experiments/trust/peer.py <setting> <seed> <all|last_layer> <marglik|gridsearch> <file.npz>
 
-Everything else is laplace-torch's default: Kronecker factors, its curvlinops backend, linearised predictions, probit
-link (but see `GRID` and `loss`). It has no rule for norms, embeddings and fused attention; where it refuses, it is
-given the linear and convolution layers alone, as its documentation advises, the other parameters being held fixed.
+Everything else is laplace-torch's default: Kronecker factors, linearised predictions, probit link (but see `GRID` and
+`loss`). Of its backends BackPACK is by far the quickest at Jacobians (LeNet: 1.7 s for 100 images, curvlinops 15 s) and
+is taken where it has rules for all layers. For norms, embeddings and fused attention no backend has; there it is given
+the linear and convolution layers alone, as its documentation advises, the other parameters being held fixed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from laplace import Laplace
+from laplace.curvature import BackPackGGN, CurvlinopsGGN
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -38,9 +40,11 @@ def loss(probs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.nll_loss(probs.log(), targets)
 
 
-def fit(loaded: Loaded, weights: str, method: str) -> Any:
+def fit(loaded: Loaded, weights: str, method: str, backend: Any) -> Any:
     train = DataLoader(TensorDataset(*loaded.train), batch_size=BATCH)
-    posterior = Laplace(loaded.model, "classification", subset_of_weights=weights, hessian_structure="kron")
+    posterior = Laplace(
+        loaded.model, "classification", subset_of_weights=weights, hessian_structure="kron", backend=backend
+    )
     posterior.fit(train)
     if method == "marglik":
         posterior.optimize_prior_precision(method="marglik", pred_type="glm")
@@ -75,14 +79,15 @@ def main() -> None:
     torch.backends.mha.set_fastpath_enabled(False)
     warnings.simplefilter("ignore")
     loaded = load_setting(name, int(seed))
-    started, note = time.process_time(), ""
+    started = time.process_time()
+    note = "" if weights == "last_layer" else "BackPACK"
     try:
-        posterior = fit(loaded, weights, method)
+        posterior = fit(loaded, weights, method, CurvlinopsGGN if weights == "last_layer" else BackPackGGN)
     except Exception as refused:  # noqa: BLE001 - whatever it stumbles over, the layers it knows are tried next
         loaded = load_setting(name, int(seed))
         hold_what_has_no_rule(loaded.model)
         note = f"linear and convolution layers only, after {type(refused).__name__}"
-        posterior = fit(loaded, weights, method)
+        posterior = fit(loaded, weights, method, CurvlinopsGGN)
     assert loaded.ood is not None
     sets = {"test": loaded.test[0], "shifted": loaded.shifted[0], "ood": loaded.ood}
     found = {part: probabilities(posterior, x).numpy() for part, x in sets.items()}
