@@ -91,9 +91,6 @@ class Posterior(ABC):
     """Methods of prediction, the default first: "linearised" (Gaussian outputs), "sampled" (drawn networks)."""
     needs_data: ClassVar[bool] = False
     """Whether loading it requires its training data."""
-    less_doubt: ClassVar[str] = "Use a posterior with less doubt about the weights."
-    more_doubt: ClassVar[str] = "Use a posterior with more doubt about the weights."
-    """What a diagnosis advises where the posterior is too cautious, or too sure."""
 
     network: Network
     likelihood: Likelihood
@@ -243,6 +240,10 @@ class Posterior(ABC):
         """
         self.check_network()
         return diagnose(self, data, batch_size, progress)
+
+    def _advice(self, less: bool) -> str:
+        """What a diagnosis advises for `less` doubt about the weights, or for more."""
+        return f"Use a posterior with {'less' if less else 'more'} doubt about the weights."
 
     def _fitted_to(self, digest: int) -> bool:
         """Whether data with this fingerprint are those of the fit; False if not known."""

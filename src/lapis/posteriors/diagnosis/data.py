@@ -31,6 +31,8 @@ class Seen:
     posterior: Scores = field(default_factory=Scores)
     inputs: InputMoments = field(default_factory=InputMoments)
     n_data: int = 0
+    outputs: int = 0
+    """Outputs of one example, over all positions."""
     digest: int = 0
     """Fingerprint of the data, to compare with that of a fit."""
     suspicion: str | None = None
@@ -63,7 +65,7 @@ def _add(posterior: Posterior, batch: Batch, seen: Seen) -> None:
     prediction = posterior.predict(batch.inputs, progress=False)
     seen.posterior.add(prediction, batch.targets)
     seen.inputs.add(batch.inputs)
-    seen.n_data += len(batch)
+    seen.n_data, seen.outputs = seen.n_data + len(batch), f[0].numel()
     seen.digest = (seen.digest + digest(batch.inputs, batch.targets)) % 2**64
     values = _doubt(likelihood, f, likelihood.targets(batch.targets, f, raw.shape), prediction.latent)
     if values is None or seen.trace is None:

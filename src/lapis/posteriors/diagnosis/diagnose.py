@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from lapis.posteriors.diagnosis.data import Seen, look
 from lapis.posteriors.diagnosis.report import Diagnosis, Notes
-from lapis.posteriors.diagnosis.scores import LABELS, LEVEL, excess
+from lapis.posteriors.diagnosis.scores import LABELS, LEVEL, excess, tolerable
 
 if TYPE_CHECKING:
     from lapis.posteriors.posterior import Posterior
 
 WORSE = 0.01
 """Nats an example by which a posterior may fall short of the network alone without a finding, on new data."""
-
-WORSE_ON_TRAINING_DATA = 0.1
-"""The same on the data of the fit, which the network knows by heart and an honest posterior does not."""
 
 MISCALIBRATED = 0.02
 """Difference of mean confidence, or of the coverage of intervals, from what was observed that is no finding yet."""
@@ -47,11 +44,11 @@ def _judge_scores(own: Posterior, notes: Notes, seen: Seen, fitted: bool) -> Non
         if name in plain:
             notes.compare(name, label, plain[name], posterior[name])
     gap, error = excess(seen.plain.log_probs, seen.posterior.log_probs)
-    if not gap <= max(WORSE_ON_TRAINING_DATA if fitted else WORSE, 2 * error):
+    if not gap <= max(tolerable(own.likelihood, seen.outputs) if fitted else WORSE, 2 * error):
         notes.finding(
             f"The posterior foretells these data worse than the network alone, by {gap:.3g} nats an example (standard "
             f"error {error:.2g}): it is too doubtful.",
-            own.less_doubt,
+            own._advice(less=True),
         )
     if "confidence" in posterior:
         _judge_confidence(own, notes, posterior, seen.posterior.count, fitted)
@@ -69,12 +66,12 @@ def _judge_confidence(own: Posterior, notes: Notes, scores: dict[str, float], co
     if gap > 0:
         notes.finding(
             f"The posterior is too sure on these data ({observed}).",
-            own.more_doubt,
+            own._advice(less=False),
         )
     elif not fitted:  # the accuracy on training data is no fair measure of what the posterior should claim
         notes.finding(
             f"The posterior is too cautious on these data ({observed}).",
-            own.less_doubt,
+            own._advice(less=True),
         )
 
 

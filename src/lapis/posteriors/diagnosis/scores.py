@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -107,6 +108,15 @@ class Scores:
         if self.targets:
             found |= {"rmse": (self.squared / self.targets) ** 0.5, "coverage": self.covered / self.targets}
         return found
+
+
+def tolerable(likelihood: Likelihood, outputs: int) -> float:
+    """Nats an example by which an honest posterior may fall short of the network on the network's own training data.
+
+    Where S^T V S < 1 the doubt at most doubles the variance of a real target: 1/2 log 2 for each of an example's
+    outputs. Classes that a network has learned leave far less room.
+    """
+    return 0.1 if likelihood.kind == "classification" else 0.5 * math.log(2) * outputs
 
 
 def excess(plain: list[Tensor], posterior: list[Tensor]) -> tuple[float, float]:

@@ -131,7 +131,7 @@ def calibrate(
         prefers_plain,
     )
     result: Fitted = replace(best.applied(posterior), calibration=record)
-    return replace(result, mean=posterior.point) if prefers_plain else result
+    return replace(result, mean=posterior.point, refinement=None, width=1.0) if prefers_plain else result
 
 
 def _held_out(posterior: Any, held: Sequence[Any], link: Any, progress: bool | None) -> HeldOut:

@@ -40,7 +40,9 @@ def examine(posterior: LaplaceFamily, notes: Notes, seen: Seen | None, progress:
 def _prior(posterior: LaplaceFamily, notes: Notes) -> None:
     precision = posterior.weight_prior.precision.detach()
     low, high = float(precision.min()), float(precision.max())
-    how = "calibrated" if posterior.calibration else "tuned" if posterior.tuning else "neither tuned nor calibrated"
+    refined = posterior.refinement is not None and posterior.refinement.tuned
+    tuned = "tuned by the ELBO" if refined else "tuned" if posterior.tuning else "neither tuned nor calibrated"
+    how = "calibrated" if posterior.calibration else tuned
     notes.value("precision", "prior precision", low, how if low == high else f"to {high:.4g} by group; {how}")
     if posterior.calibration is not None and posterior.calibration.prefers_plain:
         notes.finding(
@@ -111,7 +113,7 @@ def _searches(posterior: LaplaceFamily, notes: Notes) -> None:
     records = {
         "Tuning": (posterior.tuning, "Raise max_iterations, or use the other method."),
         "The search for the tangent model's mode": (posterior.tangent, "Raise max_products, or tolerance."),
-        "Refinement": (getattr(posterior, "refinement", None), "Raise its number of rounds."),
+        "Refinement": (posterior.refinement, "Raise max_rounds, or tolerance."),
     }
     for name, (record, do) in records.items():
         if record is not None and not record.converged:
@@ -128,7 +130,7 @@ def _doubt(posterior: LaplaceFamily, notes: Notes, seen: Seen, gamma: float) -> 
     notes.value("largest_eigenvalue", "largest eigenvalue of S'VS", largest, bound)
     if not fitted or moved:
         return
-    trace = seen.trace / posterior.temperature
+    trace = seen.trace / (posterior.temperature * posterior.width)
     notes.value("trace", "sum of tr(HV)", trace, f"gamma = {gamma:.4g} in exact posteriors")
     if largest > DOUBTFUL or not 1 / DOUBTFUL < trace / max(gamma, 1e-12) < DOUBTFUL:
         notes.finding(

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,9 +65,6 @@ class LaplaceFamily(GaussianPosterior):
         refinement: the record of the last `refine`; the mean is then no longer t.
         width: factor of the covariance, q = N(mean, width A^-1). `tune` sets it; the evidence does not depend on it.
     """
-
-    less_doubt: ClassVar[str] = 'Use refine(data), calibrate(validation), or weights="last_layer".'
-    more_doubt: ClassVar[str] = "Use calibrate(validation), a smaller prior precision, or more of the weights."
 
     fitted_likelihood: Likelihood
     prior: Prior
@@ -394,6 +391,12 @@ class LaplaceFamily(GaussianPosterior):
     def _gamma(self, progress: bool | None) -> Tensor:
         """The effective parameters, for a diagnosis."""
         return self.effective_parameters()
+
+    def _advice(self, less: bool) -> str:
+        if not less:
+            return "Use calibrate(validation), a smaller prior precision, or more of the weights."
+        refine = "" if self.refinement is not None else "refine(data), "
+        return f'Use {refine}calibrate(validation), or weights="last_layer".'
 
     def _fitted_to(self, digest: int) -> bool:
         return bool(digest == self.curvature.digest)

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from lapis.batches import Batch
 from lapis.errors import LapisWarning
-from lapis.posteriors.diagnosis.scores import excess, plain_prediction
+from lapis.posteriors.diagnosis.scores import excess, plain_prediction, tolerable
 from lapis.predictions import Prediction
 
 if TYPE_CHECKING:
     from lapis.posteriors.laplace.family import LaplaceFamily
 
-LEAST = 16
-"""Fewer examples are too few to judge by."""
+LEAST, MOST = 16, 64
+"""Fewer examples are too few to judge by; more are not needed."""
 
-WORSE, ERRORS = 0.1, 3.0
-"""Nats an example, and standard errors, by which predictions must be worse to be called so."""
+ERRORS = 3.0
+"""Standard errors by which predictions must be worse, besides what is tolerable, to be called so."""
 
 
 def warn_of_doubt(
@@ -31,6 +31,8 @@ def warn_of_doubt(
 
     `stacklevel` counts from here: 2 is the caller.
     """
+    step = max(1, sum(map(len, sample)) // MOST)
+    sample = [batch.chosen(torch.arange(0, len(batch), step, device=batch.targets.device)) for batch in sample]
     count = sum(map(len, sample))
     if count < LEAST or not posterior._network_is_as_fitted():
         return
@@ -45,7 +47,7 @@ def warn_of_doubt(
             plain.append(own.log_prob(batch.targets))
             found.append(predict(batch).log_prob(batch.targets))
     gap, error = excess(plain, found)
-    if gap <= max(WORSE, ERRORS * error):
+    if gap <= max(tolerable(likelihood, own.latent.mean[0].numel()), ERRORS * error):
         return
     losses = [-float(torch.cat(parts).double().mean()) for parts in (found, plain)]
     warnings.warn(

@@ -60,16 +60,17 @@ class Setting:
         return self.temperature + 2 * self.noise
 
     def applied(self, posterior: Any) -> Any:
-        """The posterior with these factors, without the records of earlier searches."""
+        """The posterior with these factors and its own width, without the records of earlier searches."""
         prior = posterior.weight_prior
         octaves = torch.tensor(self.u, dtype=torch.float64, device=prior.precision.device) - self.v
         precision = prior.precision.detach() * octaves.exp2()
-        return posterior._changed(
+        changed = posterior._changed(
             prior=replace(posterior.prior, precision=precision),
             weight_prior=prior.with_precision(precision),
             temperature=posterior.temperature * 2**self.temperature,
             likelihood=noisier(posterior.likelihood, self.noise),
         )
+        return replace(changed, width=posterior.width)
 
 
 def noisier(likelihood: Likelihood, octaves: float) -> Likelihood:
@@ -215,7 +216,7 @@ class Swept(HeldOut):
         likelihood = noisier(self.posterior.likelihood, setting.noise)
         for part in self._parts:
             spread = torch.stack([part.grid[group, place] for group, place in enumerate(places)])
-            spread = spread.sum(0) * 2**setting.v
+            spread = spread.sum(0) * (self.posterior.width * 2**setting.v)
             if not all_finite(spread):
                 yield torch.tensor(-math.inf)
                 return
