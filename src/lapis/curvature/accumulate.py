@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from lapis.batches import Batch, digest, naming
+from lapis.curvature.backward.contributions import one_seed
 from lapis.curvature.backward.record import Record
 from lapis.curvature.backward.seeds import curvature_seeds, position_seeds
 from lapis.curvature.hessian import add_hessian
@@ -44,6 +46,11 @@ def accumulate(
             for part in batch.split(part_length(curvature, work)):
                 _add_batch(curvature, network, likelihood, part, generator, work)
             curvature.sample.add(batch)
+    if curvature.apart is not None:
+        for block in chain.from_iterable(curvature.apart):
+            block.flush()
+        assert likelihood.noise is not None
+        curvature.combine((likelihood.noise.detach().double() ** -2).expand(curvature.outputs).tolist())
     for block in curvature.blocks:
         block.flush()
         if not block.is_finite():
@@ -72,8 +79,10 @@ def accumulate_factors(
                 own, start = factor[start : start + len(part)].to(network.dtype), start + len(part)
                 record = curvature.tape.record(part.inputs)
                 groups = position_seeds(own, _collected_seeds(curvature, record, work))
-                for number, group in enumerate(groups):
-                    _add_seeds(curvature, record, group, first=number == 0)
+                done = 0
+                for group in groups:
+                    _add_seeds(curvature, record, group, done)
+                    done += len(group)
     for block in curvature.blocks:
         block.flush()
 
@@ -101,15 +110,17 @@ def _add_batch(
         return
     seeds = curvature_seeds(
         curvature.kind,
-        likelihood,
+        likelihood if curvature.apart is None else likelihood.with_noise(1.0),
         f,
         targets,
         fisher_samples=curvature.fisher_samples,
         generator=generator,
         at_once=_collected_seeds(curvature, record, work),
     )
-    for number, group in enumerate(seeds):
-        _add_seeds(curvature, record, group.detach(), first=number == 0)  # detached: a noise may require grad
+    done = 0
+    for group in seeds:
+        _add_seeds(curvature, record, group.detach(), done)  # detached: a noise may require grad
+        done += len(group)
 
 
 def _collected_seeds(curvature: Curvature, record: Record, work: int) -> int:
@@ -124,8 +135,8 @@ def _collected_seeds(curvature: Curvature, record: Record, work: int) -> int:
     return min(fitting, COLLECTED_SEEDS) if curvature.forms_jacobian else 1
 
 
-def _add_seeds(curvature: Curvature, record: Record, seeds: Tensor, first: bool) -> None:
-    """Add the contributions of a group of seeds; `first` marks the first group of a batch.
+def _add_seeds(curvature: Curvature, record: Record, seeds: Tensor, done: int) -> None:
+    """Add the contributions of a group of seeds, `done` seeds of the same batch having been added before.
 
     Blocks nearest to the output go first, and their gradients are freed: little else is then in memory when the first
     layers, usually the largest, are processed. All gradients are freed before the next seeds are backpropagated.
@@ -133,5 +144,11 @@ def _add_seeds(curvature: Curvature, record: Record, seeds: Tensor, first: bool)
     wanted = [index for sites in curvature.sites_of for index in sites]
     plan = curvature.tape.plan.sites
     contributions = dict(zip(wanted, record.contributions(seeds, [plan[index] for index in wanted]), strict=True))
-    for block, sites in zip(reversed(curvature.blocks), reversed(curvature.sites_of), strict=True):
-        block.accumulate([contributions.pop(site) for site in sites], first=first)
+    for number in reversed(range(len(curvature.blocks))):
+        own = [contributions.pop(site) for site in curvature.sites_of[number]]
+        if curvature.apart is None:
+            curvature.blocks[number].accumulate(own, first=done == 0)
+            continue
+        for seed in range(len(seeds)):  # one for each output, position after position
+            block = curvature.apart[(done + seed) % curvature.outputs][number]
+            block.accumulate([one_seed(each, seed) for each in own], first=done + seed == 0)

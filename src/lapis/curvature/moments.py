@@ -80,6 +80,14 @@ class Moment:
         return self._total
 
 
+def weighted(terms: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """sum_k w_k x_k of tensors of one shape."""
+    total = torch.zeros_like(terms[0])
+    for term, weight in zip(terms, weights, strict=True):
+        total.add_(term, alpha=weight)
+    return total
+
+
 def symmetric(lower: Tensor) -> Tensor:
     """The symmetric matrix with this lower triangle; what is above the diagonal is ignored."""
     return lower.tril() + lower.tril(-1).mT

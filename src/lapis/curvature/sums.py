@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,6 +14,9 @@ from lapis.curvature.blocks.block import Block
 from lapis.curvature.blocks.partition import to_device
 from lapis.curvature.sample import Sample
 from lapis.curvature.tape import Tape
+
+MOST_APART = 8
+"""Up to this many outputs with Gaussian noise are kept apart, so that each can have its own."""
 
 
 @dataclass
@@ -36,6 +41,9 @@ class Curvature:
     """For each block, the indices of its sites in the tape's plan."""
     sample: Sample = field(default_factory=Sample)
     """A few of the examples; not written to files."""
+    apart: list[list[Block]] | None = None
+    """For each output, blocks like `blocks` with J^T J of that output alone; None where the outputs are not kept apart.
+    Under noise variances v, `blocks` are their sum with weights 1 / v."""
 
     def __post_init__(self) -> None:
         index = {id(site): i for i, site in enumerate(self.tape.plan.sites)}
@@ -74,13 +82,40 @@ class Curvature:
 
     def begin(self, found: Curvature) -> None:
         """Give the blocks what they need of the `preliminary` sums, which are freed one by one."""
-        for block in reversed(self.blocks):
-            if found.blocks and found.blocks[-1].sites == block.sites:
-                block.begin(found.blocks.pop())
+        for number in reversed(range(len(self.blocks))):
+            if found.blocks and found.blocks[-1].sites == self.blocks[number].sites:
+                ready = found.blocks.pop()
+                for blocks in (self.blocks, *(self.apart or ())):
+                    blocks[number].begin(ready)
+
+    def keep_apart(self, memory: int) -> bool:
+        """Keep the outputs apart from now on if the structure can, and they are few and fit in `memory` bytes."""
+        each = sum(block.nbytes for block in self.blocks)
+        few = 2 <= self.outputs <= MOST_APART and (self.outputs + 1) * each <= memory
+        if not few or self.kind != "ggn" or not all(block.summed for block in self.blocks):
+            return False
+        self.apart = [[block.fresh() for block in self.blocks] for _ in range(self.outputs)]
+        for blocks in self.apart:
+            to_device(blocks, self.statistics.device)
+        return True
+
+    def combine(self, weights: Sequence[float]) -> None:
+        """Set `blocks` to the sum of the outputs' own with these weights (C,)."""
+        assert self.apart is not None
+        for block, parts in zip(self.blocks, zip(*self.apart, strict=True), strict=True):
+            block.combine(parts, weights)
+
+    def combined(self, weights: Sequence[float]) -> Curvature:
+        """A copy with other weights of the outputs, which shares everything else."""
+        same = copy(self)
+        same.blocks = [block.fresh() for block in self.blocks]
+        same.combine(weights)
+        return same
 
     def emptied(self) -> Curvature:
         """A copy without curvature, in the same bases; it keeps the statistics and the data's fingerprint."""
         same = self.clone()
+        same.apart = None
         for block in same.blocks:
             block.empty()
         return same
@@ -90,4 +125,5 @@ class Curvature:
         return Curvature(
             self.kind, self.tape, [block.clone() for block in self.blocks], self.statistics.clone(), self.n_data,
             self.fisher_samples, self.signature, self.outputs, self.digest, sample=self.sample.clone(),
+            apart=self.apart and [[block.part(c == 0) for block in blocks] for c, blocks in enumerate(self.apart)],
         )  # fmt: skip

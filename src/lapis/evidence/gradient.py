@@ -63,7 +63,7 @@ def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: 
         error = relative_error(best, bounds)
         if error <= tolerance or result.status != FAILED_LINE_SEARCH or best is before or iterations >= max_iterations:
             break
-    flat = bool(result.success) and error <= FLAT * tolerance
+    flat = (bool(result.success) or result.status == FAILED_LINE_SEARCH) and error <= FLAT * tolerance
     reason = str(result.message)
     if error <= tolerance:
         reason = f"relative slope {error:.1e}, at most {tolerance:.1g}"

@@ -90,7 +90,7 @@ def evaluate(candidate: Candidate, logs: NDArray[Any]) -> Point | None:
             (slope,) = torch.autograd.grad(value, leaf)
     except MemoryBudgetError:
         raise
-    except (StructureError, torch.linalg.LinAlgError):
+    except (StructureError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return None
     if not (bool(torch.isfinite(value)) and bool(torch.isfinite(slope).all())):
         return None

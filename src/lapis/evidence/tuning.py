@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -13,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lapis.errors import LapisWarning, NotPositiveDefiniteError, OptionError
+from lapis.errors import NotPositiveDefiniteError, OptionError
 from lapis.evidence import gradient, newton
 from lapis.evidence.fixed_point import climb
 from lapis.evidence.point import LARGEST_LOG, Evaluate, Point, limits
@@ -76,8 +75,9 @@ def tune(
     method: str = "gradient",
     max_iterations: int = 200,
     tolerance: float | None = None,
-) -> tuple[Tensor, Tuning]:
-    """Positive hyperparameters (G,), or (G + 1,) with the noise's factor last, that maximise the evidence.
+) -> tuple[Tensor, Tuning, list[str]]:
+    """Positive hyperparameters (G,), or (G + 1,) with the noise's factor last, that maximise the evidence; the record,
+    and what to warn of.
 
     Args:
         evaluate: the evidence at given logarithms of the hyperparameters.
@@ -122,9 +122,8 @@ def tune(
         tuple(best.gamma.tolist()),
         tuple(name for name, hit in zip([*names, "noise"], reached, strict=False) if hit),
     )
-    for message in degeneracies(best, tuning, sizes.cpu().numpy()):
-        warnings.warn(message, LapisWarning, stacklevel=4)
-    return torch.from_numpy(np.exp(best.logs)).to(start.device), tuning
+    messages = degeneracies(best, tuning, sizes.cpu().numpy())
+    return torch.from_numpy(np.exp(best.logs)).to(start.device), tuning, messages
 
 
 def _feasible(evaluate: Evaluate, logs: NDArray[Any], groups: int) -> Point | None:

@@ -318,6 +318,16 @@ class Lookup:
         return int(self.counts().sum())
 
 
+def one_seed(contribution: Contribution, seed: int) -> Contribution:
+    """The Jacobian of one of the M seeds."""
+    chosen = slice(seed, seed + 1)
+    if isinstance(contribution, Outer):
+        return replace(contribution, g=contribution.g[:, chosen])
+    if isinstance(contribution, Lookup):
+        return replace(contribution, g=contribution.g[chosen])
+    return Rows(contribution.values[chosen])
+
+
 @dataclass(frozen=True)
 class Rows:
     """J itself, (M, B, entries)."""

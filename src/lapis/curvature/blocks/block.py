@@ -17,6 +17,7 @@ from torch import Tensor
 from lapis.batches import all_finite
 from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.blocks.spectrum import Spectrum
+from lapis.curvature.moments import weighted
 from lapis.curvature.recording.sites import Site
 from lapis.errors import StructureError
 from lapis.priors import WeightPrior
@@ -32,6 +33,8 @@ class Block(ABC):
     """Whether `accumulate` forms rows of the Jacobian over all weights: working memory must be planned for them."""
     takes_moments: bool = False
     """Whether layer inputs a enter only through the sum of a a^T over positions, which may be formed directly."""
+    summed: ClassVar[str] = ""
+    """The tensor that is a sum over seeds, if sums over single outputs give those over all (see `combine`); else ""."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites = tuple(sites)
@@ -51,6 +54,14 @@ class Block(ABC):
         `first` marks the first call for a batch: sums over layer inputs, which are the same for all seeds, are added
         only then.
         """
+
+    def combine(self, parts: Sequence[Block], weights: Sequence[float]) -> None:
+        """Replace the sums by the weighted sum of other blocks for the same sites, one for each output.
+
+        Only the first of them was told of the `first` seeds of a batch, and has sums over layer inputs.
+        """
+        total = weighted([getattr(part, self.summed) for part in parts], weights)
+        self.load({**parts[0].state(), self.summed: total})
 
     def add_row(self, row: int, values: Tensor) -> None:
         """Add second derivatives `values` (size,) to one row of the curvature matrix."""
@@ -101,14 +112,33 @@ class Block(ABC):
     def load(self, state: dict[str, Tensor]) -> None:
         """Replace the block's tensors by those of a `state`."""
 
+    def part_state(self, first: bool) -> dict[str, Tensor]:
+        """What `load` needs for a block that is to be combined with others, or is the first of these."""
+        return self.state()
+
     def empty(self) -> None:
         """Set all sums over data to zero."""
         self.load({name: torch.zeros_like(tensor) for name, tensor in self.state().items()})
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that the sums take."""
+        return 8 * self.size
+
+    def fresh(self) -> Block:
+        """An empty block for the same sites."""
+        make: Callable[..., Block] = type(self)
+        return make(self.sites, **self.options())
+
+    def part(self, first: bool) -> Block:
+        """A copy of a block that is to be combined with others, or is the first of these."""
+        copy = self.fresh()
+        copy.load({name: tensor.clone() for name, tensor in self.part_state(first).items()})
+        return copy
+
     def clone(self) -> Block:
         """A copy that can be added to without changing this block."""
-        make: Callable[..., Block] = type(self)
-        copy = make(self.sites, **self.options())
+        copy = self.fresh()
         copy.load({name: tensor.clone() for name, tensor in self.state().items()})
         return copy
 
@@ -156,6 +186,10 @@ class BlockGaussian(ABC):
     @abstractmethod
     def variance(self) -> Tensor:
         """Marginal variance of each weight, (size,)."""
+
+    def trace(self, block: Block) -> Tensor:
+        """tr(Sigma K) for the curvature K of a block that was combined with others to this one, 0-d."""
+        raise NotImplementedError
 
     @abstractmethod
     def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:

@@ -25,6 +25,7 @@ class DenseBlock(Block):
     """sum_n J_n^T S_n S_n^T J_n, as a matrix (size, size)."""
 
     kind = "dense"
+    summed = "curvature"
     takes_rows = True
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -40,6 +41,15 @@ class DenseBlock(Block):
 
     def flush(self) -> None:
         self._gram.flush()
+
+    def combine(self, parts: Sequence[Block], weights: Sequence[float]) -> None:
+        rows = [part.few_rows for part in parts if isinstance(part, DenseBlock)]
+        if any(found is None for found in rows):
+            super().combine(parts, weights)
+            return
+        pairs = zip(rows, weights, strict=True)
+        self._gram.load_rows(torch.cat([weight**0.5 * found for found, weight in pairs if found is not None]))
+        self._eigenvalues = None
 
     @property
     def few_rows(self) -> Tensor | None:
@@ -84,6 +94,10 @@ class DenseBlock(Block):
     def prepare_spectra(self, prior: WeightPrior) -> None:
         if common_group(prior, self.sites) is not None:
             self.eigenvalues()
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * self.size**2
 
     def is_finite(self) -> bool:
         rows = self.few_rows  # else the diagonal, which bounds every entry of a positive semi-definite matrix
@@ -168,6 +182,14 @@ class DenseGaussian(BlockGaussian):
     def variance(self) -> Tensor:
         value: Tensor = _Variance.apply(self.prior, self.scale, self.fixed)  # type: ignore[no-untyped-call]
         return value
+
+    def trace(self, block: Block) -> Tensor:
+        assert isinstance(block, DenseBlock)
+        rows = block.few_rows
+        if rows is None:
+            return (torch.cholesky_inverse(self.factor()) * block.curvature).sum()
+        white: Tensor = torch.linalg.solve_triangular(self.factor(), rows.mT, upper=False)
+        return white.square().sum()
 
     def _whitened(self, contributions: Sequence[Contribution]) -> Tensor:
         """L^-1 J^T as (size, B, M)."""

@@ -19,6 +19,7 @@ class DiagonalBlock(Block):
     """sum_n sum_m (S_n^T J_n)[m, p]^2 for each weight p of one site."""
 
     kind = "diagonal"
+    summed = "curvature"
 
     def __init__(self, sites: Sequence[Site]) -> None:
         super().__init__(sites)
@@ -77,6 +78,10 @@ class DiagonalGaussian(BlockGaussian):
 
     def variance(self) -> Tensor:
         return self.precision.reciprocal().reshape(-1)
+
+    def trace(self, block: Block) -> Tensor:
+        assert isinstance(block, DiagonalBlock)
+        return (block.curvature / self.precision).sum()
 
     def _variance(self, dtype: torch.dtype) -> Tensor:
         """(*site.shape) in the precision of what it is multiplied with, cast once."""

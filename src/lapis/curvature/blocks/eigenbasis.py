@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapis.curvature.backward.contributions import Contribution, Lookup, Rows
-from lapis.curvature.blocks.block import BlockGaussian, FactoredDraw
+from lapis.curvature.blocks.block import Block, BlockGaussian, FactoredDraw
 
 
 class EigenbasisGaussian(BlockGaussian):
@@ -66,6 +66,10 @@ class EigenbasisGaussian(BlockGaussian):
     def variance(self) -> Tensor:
         spread = self.outputs.square() @ self.eigenvalues.reciprocal()
         return (spread if self.back is None else spread @ self.back.square().mT).reshape(-1)
+
+    def trace(self, block: Block) -> Tensor:
+        """From second moments in the same bases."""
+        return (block.state()["moments"] / self.eigenvalues).sum()
 
     def rotated(self, contribution: Contribution) -> tuple[Contribution, Tensor]:
         """The Jacobian in the basis where the covariance is diagonal, and that diagonal."""
@@ -135,6 +139,10 @@ class OwnBiasGaussian(EigenbasisGaussian):
         u, c = self._dent
         dent = c[..., None] * (u @ self.inputs.mT).square()
         return super().variance() - (self.outputs.square() @ dent).reshape(-1)
+
+    def trace(self, block: Block) -> Tensor:
+        u, c = self._dent
+        return super().trace(block) - (block.state()["moments"] * c[..., None] * u.square()).sum()
 
     def _along(self, rotated: Contribution) -> tuple[Tensor, Tensor]:
         """J[b, m, o, :] u_o for a Jacobian in the bases, (B, M, K * O), and c (K * O)."""

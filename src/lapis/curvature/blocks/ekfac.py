@@ -38,6 +38,7 @@ class EKFACBlock(Block):
     """
 
     kind = "ekfac"
+    summed = "moments"
 
     def __init__(self, sites: Sequence[Site], sharing: str = "expand", bias: str = "joint") -> None:
         super().__init__(sites)

@@ -170,6 +170,13 @@ class Gram:
         self._total, self._parts = matrix, []
         self._is_zero, self._mirrored = False, True
 
+    def load_rows(self, rows: Tensor) -> None:
+        """Replace the sum by that of these rows (n, size), which are kept if they are few."""
+        self._total = self._zeros(rows.device)
+        self._parts = [_Part(rows[:, None], {})]
+        self._is_zero = self._mirrored = True
+        self.flush()
+
     @property
     def rows(self) -> Tensor | None:
         """After a flush: all rows so far, float64 (n, size), if they are few beside the weights; else None."""

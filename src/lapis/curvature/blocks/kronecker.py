@@ -34,6 +34,7 @@ class KroneckerBlock(Block):
     """
 
     kind = "kronecker"
+    summed = "gradients"
     forms_jacobian = False
 
     def __init__(self, sites: Sequence[Site], sharing: str = "expand", bias: str = "joint") -> None:
@@ -131,10 +132,18 @@ class KroneckerBlock(Block):
     def state(self) -> dict[str, Tensor]:
         return {"inputs": self.inputs, "gradients": self.gradients, "positions": self.positions}
 
+    def part_state(self, first: bool) -> dict[str, Tensor]:
+        return self.state() if first else {"gradients": self.gradients}
+
     def load(self, state: dict[str, Tensor]) -> None:
-        self._inputs, self._gradients = (Moment(state[name].shape, state[name]) for name in ("inputs", "gradients"))
-        self.positions = state["positions"]
+        self._gradients = Moment(state["gradients"].shape, state["gradients"])
+        if "inputs" in state:
+            self._inputs, self.positions = Moment(state["inputs"].shape, state["inputs"]), state["positions"]
         self._eigen = self._spectra = None
+
+    @property
+    def nbytes(self) -> int:
+        return kronecker_bytes(self.site)
 
     def options(self) -> dict[str, str]:
         return {"sharing": self.sharing, "bias": self.bias}
@@ -157,12 +166,25 @@ class KroneckerGaussian(EigenbasisGaussian):
             forth, back, shift = vectors * root[:, None], vectors / root[:, None], torch.ones_like(root[0])
             self.rescaled = prior
         super().__init__(scale * values_g[:, :, None] * values_a[:, None, :] + shift, vectors_g, forth, back)
+        self._values_a = values_a
 
     def logdet(self) -> Tensor:
         if self.rescaled is None:
             return super().logdet()
         groups, outputs, _ = self.eigenvalues.shape
         return super().logdet() + groups * outputs * self.rescaled.log().sum()
+
+    def trace(self, block: Block) -> Tensor:
+        # K = G_k (x) A, in the bases with the diagonal diag(Q_G^T G_k Q_G) l_A
+        assert isinstance(block, KroneckerBlock)
+        along = ((symmetric(block.gradients) @ self.outputs) * self.outputs).sum(-2)
+        return (along[:, :, None] * self._values_a[:, None, :] / self.eigenvalues).sum()
+
+
+def kronecker_bytes(site: Site) -> int:
+    """Kronecker factors of a site in float64."""
+    groups, outputs, inputs = site.shape
+    return 8 * groups * (outputs**2 + (inputs if site.kind == "lookup" else inputs**2))
 
 
 def column_precision(prior: WeightPrior, site: Site) -> Tensor:

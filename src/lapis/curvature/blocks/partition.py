@@ -22,7 +22,7 @@ from lapis.curvature.blocks.block import Block
 from lapis.curvature.blocks.dense import DenseBlock
 from lapis.curvature.blocks.diagonal import DiagonalBlock
 from lapis.curvature.blocks.ekfac import EKFACBlock
-from lapis.curvature.blocks.kronecker import KroneckerBlock
+from lapis.curvature.blocks.kronecker import KroneckerBlock, kronecker_bytes
 from lapis.curvature.blocks.lowrank import LowRankBlock
 from lapis.curvature.blocks.spectrum import GroupedSpectrum, Spectrum
 from lapis.curvature.recording.sites import Site
@@ -138,8 +138,7 @@ def _small(site: Site) -> Block:
 
 def _kronecker_bytes(site: Site) -> int:
     """Factors and their eigenvectors in float64."""
-    groups, outputs, inputs = site.shape
-    return 16 * groups * (outputs**2 + (inputs if site.kind == "lookup" else inputs**2))
+    return 2 * kronecker_bytes(site)
 
 
 BUILDERS: dict[Structure, Callable[[Sequence[Site], BlockOptions], list[Block]]] = {

@@ -258,7 +258,9 @@ class LaplaceFamily(GaussianPosterior):
                 noise^2 = SSE / (n - gamma), damped). The implicit one has "draws": the same equations, with gamma
                 estimated from `samples` draws (expectation-maximisation); one draw is often enough.
             groups: new groups of the prior, set before tuning: see `lapis.Prior`.
-            noise: tune the Gaussian noise too, if there is one. A noise per output keeps its proportions.
+            noise: tune the Gaussian noise too, if there is one: each output's own where the outputs' curvature is kept
+                apart (the GGN of up to 8 outputs; dense, diagonal, kronecker and ekfac). Elsewhere one factor of all is
+                tuned, with a warning if the residuals have other proportions.
             max_iterations: 200 by default, or 10 rounds of draws.
             tolerance: on the relative error of MacKay's equations (gradient, 1e-6 by default), or on the steps in
                 logarithms (fixed point; 0.01 for draws).

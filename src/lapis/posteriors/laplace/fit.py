@@ -227,6 +227,8 @@ def laplace(
             signature=network.signature,
             outputs=outputs.shape[-1],
         )
+        if likelihood.noise is not None:
+            sums.keep_apart(memory_budget // 2)
         source = generator or torch.Generator(network.device).manual_seed(0)
         if chosen == "lowrank":
             choices.append(fit.low_rank(sums, rank, source))

@@ -23,7 +23,7 @@ from lapis.curvature.sums import Curvature
 from lapis.curvature.tape import ExampleBytes, Tape
 from lapis.errors import MemoryBudgetError, OptionError
 from lapis.evidence import Training
-from lapis.likelihoods import Likelihood
+from lapis.likelihoods import Gaussian, Likelihood
 from lapis.network import Network
 from lapis.options import check_choice, check_generator
 from lapis.posteriors.laplace import tuning_by_evidence as tuning
@@ -188,6 +188,23 @@ class LaplacePosterior(LaplaceFamily):
 
     # changes ---------------------------------------------------------------------------------------
 
+    def with_noise(self, noise: float | Tensor) -> LaplacePosterior:
+        """See `LaplaceFamily.with_noise`; of any proportions where the outputs' curvature is kept apart."""
+        likelihood = self.likelihood.with_noise(noise)
+        changed = self.with_own_noise(likelihood)
+        return super().with_noise(noise) if changed is None else changed._changed(likelihood=likelihood)
+
+    def with_own_noise(self, likelihood: Likelihood) -> LaplacePosterior | None:
+        """The posterior under a noise of other proportions; None where these are the same, or cannot be changed."""
+        fitted, sums = self.fitted_likelihood, self.curvature
+        if sums.apart is None or not isinstance(likelihood, Gaussian) or not isinstance(fitted, Gaussian):
+            return None
+        likelihood.check_outputs(torch.empty(1, 1, sums.outputs))
+        if likelihood.has_proportions_of(fitted) or likelihood.noise.requires_grad:
+            return None
+        combined = sums.combined((likelihood.noise**-2).expand(sums.outputs).tolist())
+        return replace(self, likelihood=likelihood, fitted_likelihood=likelihood, curvature=combined)
+
     def _check_prior(self, prior: WeightPrior) -> None:
         for block in self.curvature.blocks:
             block.check(prior)
@@ -292,6 +309,9 @@ class LaplacePosterior(LaplaceFamily):
         """The family's state, and the sums of every block."""
         state, sums = super().state(), self.curvature
         blocks = {f"block.{i}.{name}": t for i, block in enumerate(sums.blocks) for name, t in block.state().items()}
+        for c, parts in enumerate(sums.apart or ()):
+            for i, part in enumerate(parts):
+                blocks |= {f"output.{c}.{i}.{name}": tensor for name, tensor in part.part_state(c == 0).items()}
         options: dict[str, str] = {}
         for block in sums.blocks:
             options |= block.options()
@@ -302,6 +322,7 @@ class LaplacePosterior(LaplaceFamily):
             "example_bytes": sums.tape.example_bytes,
             "sites": [site.to_config() for site in sums.tape.plan.sites],
             "general": sorted(sums.tape.plan.general),
+            "apart": len(sums.apart or ()),
             "choices": self.choices,
             "training": self.training and asdict(self.training),
         }
@@ -325,9 +346,14 @@ class LaplacePosterior(LaplaceFamily):
         )
         for i, block in enumerate(blocks):
             block.load({name: tensors[f"block.{i}.{name}"] for name in block.state()})
+        apart = [[block.fresh() for block in blocks] for _ in range(config.get("apart", 0))]
+        for c, parts in enumerate(apart):
+            for i, part in enumerate(parts):
+                prefix = f"output.{c}.{i}."
+                part.load({key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)})
         sums = Curvature(
             config["curvature"], tape, blocks, tensors["statistics"], facts.n_data, config["fisher_samples"],
-            facts.signature, facts.n_outputs, config["digest"],
+            facts.signature, facts.n_outputs, config["digest"], apart=apart or None,
         )  # fmt: skip
         return cls(
             curvature=sums,

@@ -29,6 +29,7 @@ from lapis.errors import LapisWarning, OptionError
 from lapis.evidence import TangentMode, TangentProblem, Tuning
 from lapis.evidence.point import LARGEST_LOG
 from lapis.options import check_choice
+from lapis.posteriors.laplace import own_noise
 from lapis.posteriors.laplace.drawing import Descent, noise
 from lapis.posteriors.laplace.foretelling import warn_of_doubt
 from lapis.posteriors.predicting.linearised import by_draws
@@ -171,6 +172,8 @@ def tune(
             LapisWarning,
             stacklevel=3,
         )
+    for message in own_noise.unlike(posterior) if base is not None else ():
+        warnings.warn(message, LapisWarning, stacklevel=3)
     if not converged:
         warnings.warn(
             f"Tuning from draws was still moving: {reason}. Raise max_iterations, or tolerance ({tolerance:g}).",

@@ -15,6 +15,7 @@ from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import LapisWarning, OptionError
 from lapis.evidence import Evaluate, SpectralEvidence, TangentMode, TangentProblem, evaluate
 from lapis.evidence import tune as maximise
+from lapis.posteriors.laplace import own_noise
 from lapis.posteriors.laplace.same_data import same_batches
 from lapis.priors import Groups, Prior
 
@@ -39,6 +40,23 @@ def tune(
     """See `LaplacePosterior.tune`."""
     if groups is not None:
         posterior = regrouped(posterior, groups)
+    if noise and posterior.curvature.apart is not None:
+        found, messages = own_noise.tune(posterior, method, max_iterations, tolerance)
+    else:
+        found, messages = maximised(posterior, method, noise, max_iterations, tolerance)
+        if noise:
+            messages += own_noise.unlike(found)
+    for message in messages:
+        warnings.warn(message, LapisWarning, stacklevel=4)
+    return checked(found)
+
+
+def maximised(
+    posterior: LaplacePosterior, method: str, noise: bool, max_iterations: int, tolerance: float | None
+) -> tuple[LaplacePosterior, list[str]]:
+    """The posterior at the prior precisions, and the common factor of all noises, that maximise the evidence, and what
+    to warn of.
+    """
     count = len(posterior.weight_prior.precision)
     candidate = candidates(posterior, count, noise)
     start = posterior.weight_prior.precision.detach()
@@ -46,7 +64,7 @@ def tune(
         start = torch.cat([start, start.new_ones(1)])
     prior = posterior.weight_prior
     names = prior.labels if prior.group_of is not None else tuple(f"weight {i}" for i in range(count))
-    best, tuning = maximise(
+    best, tuning, messages = maximise(
         spectral_evidence(posterior, noise) or partial(evaluate, candidate),
         start,
         names,
@@ -55,7 +73,7 @@ def tune(
         max_iterations=max_iterations,
         tolerance=tolerance,
     )
-    return checked(replace(candidate(best), tuning=tuning))
+    return replace(candidate(best), tuning=tuning), messages
 
 
 def checked(posterior: Fitted) -> Fitted:
