@@ -36,18 +36,20 @@ def warn_of_doubt(
     count = sum(map(len, sample))
     if count < LEAST or not posterior._network_is_as_fitted():
         return
-    network, likelihood = posterior.network, posterior.likelihood
+    likelihood = posterior.likelihood
     plain: list[Tensor] = []
     found: list[Tensor] = []
     with torch.no_grad():
         for batch in sample:
-            with network.prepared(), torch.no_grad():
-                raw = network.call(batch.inputs)
-            own = plain_prediction(likelihood, likelihood.canonical(raw), tuple(raw.shape))
-            plain.append(own.log_prob(batch.targets))
-            found.append(predict(batch).log_prob(batch.targets))
+            prediction = predict(batch)
+            f, shape = prediction.latent.mean, prediction.raw_shape  # the network's outputs: t is the mean
+            if posterior.mean is not posterior.point:
+                with posterior.network.prepared(), torch.no_grad():
+                    f = likelihood.canonical(posterior.network.call(batch.inputs))
+            plain.append(plain_prediction(likelihood, f, shape).log_prob(batch.targets))
+            found.append(prediction.log_prob(batch.targets))
     gap, error = excess(plain, found)
-    if gap <= max(tolerable(likelihood, own.latent.mean[0].numel()), ERRORS * error):
+    if gap <= max(tolerable(likelihood, f[0].numel()), ERRORS * error):
         return
     losses = [-float(torch.cat(parts).double().mean()) for parts in (found, plain)]
     warnings.warn(
