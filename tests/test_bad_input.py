@@ -697,6 +697,7 @@ question(
     lambda p: p.with_noise(torch.tensor([1.0, 2.0])),
     "refit",
     "same factor",
+    structure="lowrank",
 )
 question(LikelihoodError, "noise_of_classes", lambda p: p.with_noise(1.0), "no noise", likelihood="categorical")
 question(OptionError, "later_temperature_of_zero", lambda p: p.with_temperature(0), "positive")

@@ -22,9 +22,9 @@ Choice: TypeAlias = "dict[str, Tensor | None]"
 
 
 def choose(
-    module: nn.Module, weights: Weights, trainable: Mapping[str, Tensor], last_layer: Callable[[], str]
+    module: nn.Module, weights: Weights, trainable: Mapping[str, Tensor], last_layer: Callable[[], Sequence[str]]
 ) -> Choice:
-    """Resolve the user's choice; `last_layer` runs a forward pass, and returns the name of the last module called."""
+    """Resolve the user's choice; `last_layer` runs a forward pass for the names of the parameters used last."""
     if isinstance(weights, Tensor):
         weights = _by_parameter(weights, trainable)
     if isinstance(weights, Mapping):
@@ -34,8 +34,8 @@ def choose(
     elif isinstance(weights, str) and weights == "all":
         chosen = list(trainable)
     elif isinstance(weights, str) and weights == "last_layer":
-        layer = last_layer()
-        chosen = [name for name in trainable if (_matches(name, layer) if layer else "." not in name)]
+        found = last_layer()
+        chosen = [name for name in trainable if name in found]
     else:
         chosen = _by_name(module, _patterns(weights), trainable)
     if not chosen:

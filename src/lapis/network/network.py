@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lapis.batches import Inputs, all_finite, describe
 from lapis.errors import DataError, ModelError, OptionError
 from lapis.network.choice import Weights, choose
+from lapis.network.last_layer import last_layer
 from lapis.network.untouched import IgnoredTensorHooks, evaluating, keep_freed_memory, without_gradient_hooks
 from lapis.proofs import Proofs
 
@@ -95,8 +96,8 @@ class Network:
 
     # which weights ---------------------------------------------------------------------------------
 
-    def _last_layer(self, example: Inputs | None) -> str:
-        """Name of the module with parameters of its own that a forward pass enters last."""
+    def _last_layer(self, example: Inputs | None) -> list[str]:
+        """Names of the last layer's parameters, from a forward pass."""
         if example is None:
             raise OptionError(
                 "Finding the last layer takes a forward pass",
@@ -104,26 +105,8 @@ class Network:
                 got="none",
                 do='name the layer, as in weights="head"',
             )
-        called: list[str] = []
-        handles = [
-            module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
-            for name, module in self.module.named_modules()
-            if next(module.parameters(recurse=False), None) is not None or _is_parametrised(module)
-        ]
-        try:
-            with evaluating(self.module), torch.no_grad():
-                self.call(example)
-        finally:
-            for handle in handles:
-                handle.remove()
-        if not called:
-            raise ModelError(
-                "There is no last layer",
-                expected="a forward pass through modules that own weights",
-                got="one that calls none of them",
-                do='name the weights, as in weights=["head.weight", "head.bias"]',
-            )
-        return called[-1]
+        with evaluating(self.module), torch.no_grad():
+            return last_layer(self.module, partial(self.call, example))
 
     # flat vectors ----------------------------------------------------------------------------------
 
@@ -362,10 +345,6 @@ def split_vector(vector: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _is_parametrised(module: nn.Module) -> bool:
-    return torch.nn.utils.parametrize.is_parametrized(module)
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
