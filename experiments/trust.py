@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
 from common import FIGURES, RESULTS, ROOT
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -162,6 +163,7 @@ def report(chosen: argparse.Namespace, path: Path) -> None:
     for last_layer, ending in ((False, ""), (True, "_last_layer")):
         figure = differences(rows, last_layer=last_layer)
         figure.savefig(chosen.figures / f"{chosen.name}{ending}.png", dpi=130)
+        plt.close(figure)
     print(text.split("\n## Every setting")[0])  # noqa: T201
 
 

@@ -34,9 +34,10 @@ class NotThere(Exception):
     """A column that this setting does not have."""
 
 
-def readme_recipe(loaded: Loaded, weights: str = "all") -> Any:
-    """The lines of the README, up to `predict`."""
-    return lapis.laplace(loaded.model, loaded.train, loaded.likelihood, weights=weights).tune()
+def readme_recipe(loaded: Loaded, weights: str | None = None) -> Any:
+    """The lines of the README, up to `predict`; on other weights than the default where they are named."""
+    named = {} if weights is None else {"weights": weights}
+    return lapis.laplace(loaded.model, loaded.train, loaded.likelihood, **named).tune()
 
 
 @dataclass
@@ -47,9 +48,9 @@ class Fits:
     cache: Path = CACHE
     limit: float | None = None
     """Seconds that another process may take."""
-    posteriors: dict[tuple[str, ...], tuple[Any, float]] = field(default_factory=dict)
+    posteriors: dict[tuple[str | None, ...], tuple[Any, float]] = field(default_factory=dict)
 
-    def posterior(self, weights: str, *steps: str) -> tuple[Any, float]:
+    def posterior(self, weights: str | None, *steps: str) -> tuple[Any, float]:
         """The README recipe on these weights, then "refined" and "calibrated" as listed; and the seconds of it all."""
         key = (weights, *steps)
         if key not in self.posteriors:
@@ -153,7 +154,7 @@ def laplace_torch(weights: str, method: str) -> Column:
     return column
 
 
-def ours(weights: str, *steps: str) -> Column:
+def ours(weights: str | None, *steps: str) -> Column:
     """The README recipe on these weights, refined and calibrated as listed."""
 
     def column(fits: Fits) -> Result:
@@ -167,8 +168,8 @@ def ours(weights: str, *steps: str) -> Column:
             else:
                 y = fits.loaded.test[1] if part == "test" else fits.loaded.shifted[1]
                 answers[part] = Density(prediction.log_prob(y), prediction.mean, *prediction.interval(0.95))
-        kind = getattr(posterior, "structure", type(posterior).__name__)
-        return Result(answers, seconds + time.process_time() - started, str(kind))
+        note = f"{getattr(posterior, 'structure', type(posterior).__name__)}, {posterior.network.size:,} weights"
+        return Result(answers, seconds + time.process_time() - started, note)
 
     return column
 
@@ -178,10 +179,12 @@ COLUMNS: dict[str, Column] = {
     "temperature": temperature,
     "laplace-torch, evidence": laplace_torch("all", "marglik"),
     "laplace-torch, grid": laplace_torch("all", "gridsearch"),
-    "README": ours("all"),
-    "refined": ours("all", "refined"),
-    "calibrated": ours("all", "calibrated"),
-    "refined, calibrated": ours("all", "refined", "calibrated"),
+    "README": ours(None),
+    "refined": ours(None, "refined"),
+    "calibrated": ours(None, "calibrated"),
+    "refined, calibrated": ours(None, "refined", "calibrated"),
+    "all weights": ours("all"),
+    "all weights, calibrated": ours("all", "calibrated"),
     "laplace-torch last layer, evidence": laplace_torch("last_layer", "marglik"),
     "laplace-torch last layer, grid": laplace_torch("last_layer", "gridsearch"),
     "last layer": ours("last_layer"),

@@ -125,14 +125,10 @@ SETTINGS: dict[str, Setting] = {
         "Poisson counts", data.counts, lambda: perceptron(5, (50,), 1), Training(100, rate=5e-3), "poisson",
     ),
 }  # fmt: skip
-_BRIEF = Training(30, rate=1e-2, batch=32)
+_BRIEF = Training(40, rate=1e-2, batch=32)
 QUICK: dict[str, Setting] = {
-    "tiny_clean": Setting(
-        "few digits, clean labels", _digits(0.0, 10), _demo_network, Training(30, rate=1e-2, batch=32)
-    ),
-    "tiny_noisy": Setting(
-        "few digits, noisy labels", _digits(0.2, 10), _demo_network, Training(30, rate=1e-2, batch=32)
-    ),
+    "tiny_clean": Setting("few digits, clean labels", _digits(0.0, 10), lambda: perceptron(64, (8,), 8), _BRIEF),
+    "tiny_noisy": Setting("few digits, noisy labels", _digits(0.2, 10), lambda: perceptron(64, (8,), 8), _BRIEF),
 }
 """For `--quick`: no file is needed, and a network trains in a tenth of a second."""
 

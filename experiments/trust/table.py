@@ -181,10 +181,10 @@ def second_bar(rows: Rows, column: str) -> list[str]:
 def bars(rows: Rows) -> str:
     columns = rows.columns()
     lines = ["1. README recipe, without validation data, against the network alone:", ""]
-    for column in ("README", "last layer"):
+    for column in ("README", "last layer", "all weights"):
         lines += first_bar(rows, column) if column in columns else [f"- {column}: not measured"]
     lines += ["", "2. Refined and calibrated, NLL against the network alone and temperature scaling:", ""]
-    for column in ("refined", "calibrated", "refined, calibrated"):
+    for column in ("refined", "calibrated", "refined, calibrated", "last layer, refined", "last layer, calibrated"):
         lines += second_bar(rows, column) if column in columns else [f"- {column}: not measured"]
     return "\n".join(lines)
 
