@@ -677,10 +677,15 @@ option_case("memory_budget", -1, "at least 1")
 
 
 def question(
-    kind: type[LapisError], name: str, ask: Callable[[Any], Any], *says: str, likelihood: str = "gaussian"
+    kind: type[LapisError],
+    name: str,
+    ask: Callable[[Any], Any],
+    *says: str,
+    likelihood: str = "gaussian",
+    **options: Any,
 ) -> None:
     def prepare(model: nn.Sequential) -> Act:
-        posterior = fit(model, (X, LABELS if likelihood == "categorical" else Y), likelihood)
+        posterior = fit(model, (X, LABELS if likelihood == "categorical" else Y), likelihood, **options)
         return lambda: ask(posterior)
 
     TABLE[name] = Bad(kind, says, prepare)

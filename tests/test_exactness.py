@@ -13,6 +13,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributions import MultivariateNormal
 import lapis
 import reference
 from cases import CASES
+from lapis.posteriors.laplace.own_noise import gamma_of_outputs
 
 F64 = torch.float64
 STRUCTURES = ("dense", "diagonal", "kronecker", "ekfac")
@@ -346,25 +348,26 @@ def test_effective_parameters_are_the_trace_of_their_definition(structure: str, 
 
 
 def slopes(posterior: Any, groups: str) -> Tensor:
-    """Gradient of the evidence in the logarithms of the tuned posterior's precisions and noise, built afresh."""
-    logs = torch.cat([posterior.weight_prior.precision.detach().log(), posterior.likelihood.noise.detach().log()[None]])
+    """Gradient of the evidence in the logarithms of the tuned posterior's precisions and of a factor of its noises."""
+    logs = torch.cat([posterior.weight_prior.precision.detach().log(), torch.zeros(1, dtype=F64)])
     logs.requires_grad_()
     prior = lapis.Prior(logs[:-1].exp(), groups=groups, mean=MEAN)
-    evidence = posterior.with_prior(prior).with_noise(logs[-1].exp()).log_evidence()
+    scaled = posterior.likelihood.scaled_noise(logs[-1].exp())
+    evidence = replace(posterior.with_prior(prior), likelihood=scaled).log_evidence()
     return torch.autograd.grad(evidence, logs)[0]
 
 
 @every_structure
 @every_grouping
 def test_tune_ends_where_the_gradient_is_zero_and_mackay_s_equations_hold(structure: str, groups: str) -> None:
-    """alpha_g |t - m|_g^2 = gamma_g, sigma^2 (N C - gamma) = SSE; and no step away from there does better."""
+    """alpha_g |t - m|_g^2 = gamma_g, sigma_c^2 (N - gamma_c) = SSE_c; and no step away from there does better."""
     tuned = network_posterior(structure, groups).tune()
     assert float(slopes(tuned, groups).abs().max()) < 5e-5
     alpha, sigma = tuned.weight_prior.precision, tuned.likelihood.noise
     squares = torch.stack([(tuned.mean - MEAN)[s].square().sum() for s in blocks_of(groups)])
     assert error(alpha * squares, tuned.effective_parameters(per_group=True)) < 1e-5
-    errors = (Y - small_network()(X).detach()).square().sum()
-    assert error(sigma**2 * (Y.numel() - tuned.effective_parameters()), errors) < 1e-5
+    errors = (Y - small_network()(X).detach()).square().sum(0)
+    assert error(sigma**2 * (len(Y) - gamma_of_outputs(tuned)), errors) < 1e-5
     best = float(tuned.log_evidence())
     assert best > float(network_posterior(structure, groups).log_evidence())
     for factor in (0.8, 1.25):
