@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lapis.batches import Batch, joined, tensors_in
 
-MOST_EXAMPLES, MOST_BYTES = 64, 4 * 2**20
+MOST_EXAMPLES, MOST_BYTES = 512, 8 * 2**20
 """The size of a sample, in examples and in bytes."""
 
 

@@ -122,7 +122,7 @@ def train(
 
     def fit(likelihood: Likelihood, prior: WeightPrior) -> LaplacePosterior:
         return laplace(
-            model, data, likelihood, structure=structure, prior=prior.to_prior(), curvature=curvature,
+            model, data, likelihood, structure=structure, weights="all", prior=prior.to_prior(), curvature=curvature,
             batch_size=batch_size, memory_budget=memory_budget, progress=False,
         )  # fmt: skip
 
@@ -264,7 +264,7 @@ class _Run:
         assert self.constant is not None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", LapisWarning)
-            tuned = fit(self.likelihood, self.prior).tune(noise=noise, max_iterations=steps)
+            tuned = fit(self.likelihood, self.prior).tune(noise=noise, max_iterations=steps, tolerated_loss=None)
         for each in caught:
             if not issubclass(each.category, LapisWarning):
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)

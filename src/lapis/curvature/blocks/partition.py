@@ -46,8 +46,8 @@ NAMES: dict[str, Structure] = {
     "matrix_free": "implicit",
 }
 
-AUTO_DENSE = 1500
-"""Up to this many weights "auto" is dense: its matrix is small and its factorisation takes well under a second."""
+AUTO_DENSE = 2500
+"""Up to this many weights "auto" is dense: its matrix is small and its factorisation takes about a second."""
 
 SMALL_BLOCK = 512
 """Parameters without a Kronecker form get a dense block up to this size."""

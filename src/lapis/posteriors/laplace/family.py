@@ -31,6 +31,9 @@ from lapis.priors import Groups, Prior, WeightPrior, as_prior
 TANGENT = ("converged", "remaining", "iterations", "products", "reason")
 """Fields of `TangentMode` that a file holds besides its tensors."""
 
+TOLERATED_LOSS = 0.004
+"""Nats an example that a posterior's predictions of its training data may lose against the best width."""
+
 Self = TypeVar("Self", bound="LaplaceFamily")
 
 
@@ -46,6 +49,7 @@ class TuneOptions:
     samples: int | None
     solver: str | None
     batch_size: int | None
+    tolerated_loss: float | None
     generator: torch.Generator | None
     progress: bool | None
 
@@ -244,10 +248,15 @@ class LaplaceFamily(GaussianPosterior):
         samples: int | None = None,
         solver: Literal["cg", "sgd"] | None = None,
         batch_size: int | None = None,
+        tolerated_loss: float | None = TOLERATED_LOSS,
         generator: torch.Generator | None = None,
         progress: bool | None = None,
     ) -> Self:
         """The posterior whose prior precisions, and Gaussian noise, maximise the evidence.
+
+        A classifier's covariance at the mode can be far wider than its data allow, whatever its prior. So `tune` also
+        multiplies it by a `width` of at most one: the largest whose leave-one-out predictions of a sample of the
+        training data lose no more than `tolerated_loss` against the best width.
 
         After `at_tangent_mode`, theta* is recomputed for every prior and noise, so that the result is stationary in
         both. The result's `tuning` records the search.
@@ -267,6 +276,7 @@ class LaplaceFamily(GaussianPosterior):
             samples: for "draws", the number of draws from which gamma is estimated, 4 by default.
             solver: for "draws", "cg" (default) or "sgd": see `ImplicitPosterior.draw`.
             batch_size: for solver="sgd".
+            tolerated_loss: for stored classifiers, nats an example; None leaves the width at one.
             generator: for "draws"; seeded with 0 when not given.
             progress: show a bar for passes over data; by default on a terminal only.
         """
@@ -275,9 +285,12 @@ class LaplaceFamily(GaussianPosterior):
             check_count("max_iterations", max_iterations)
         if tolerance is not None:
             check_positive("tolerance", tolerance)
+        if tolerated_loss is not None:
+            check_positive("tolerated_loss", tolerated_loss)
         asked = TuneOptions(
-            method, groups, noise, max_iterations, tolerance, samples, solver, batch_size, generator, progress
-        )
+            method, groups, noise, max_iterations, tolerance, samples, solver, batch_size, tolerated_loss, generator,
+            progress,
+        )  # fmt: skip
         return replace(self, calibration=None)._tune(asked)
 
     @abstractmethod
@@ -416,6 +429,7 @@ class LaplaceFamily(GaussianPosterior):
             f"likelihood            {self.likelihood!r}",
             f"prior precision       {spread} ({len(precision)} group{'s' if len(precision) > 1 else ''})",
             f"log evidence          {evidence}",
+            *([f"covariance            times {self.width:.3g}, by leave-one-out"] if self.width != 1 else []),
             f"effective parameters  {gamma}",
             *(f"note                  {choice}" for choice in choices),
         ]

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from lapis.batches import Batch, batches, check_repeatable, describe, naming, take
+from lapis.batches import Batch, Inputs, batches, check_repeatable, describe, naming, take
 from lapis.curvature.accumulate import accumulate
 from lapis.curvature.backward.proof import unexplained
 from lapis.curvature.blocks.lowrank import RANK_FRACTION, load_leading
@@ -21,7 +21,7 @@ from lapis.curvature.plan import PLANNING_EXAMPLES, planned_tape
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.curvature.sums import Curvature
 from lapis.curvature.tape import Tape
-from lapis.errors import DataError, LapisWarning, OptionError
+from lapis.errors import DataError, LapisWarning, ModelError, OptionError, PriorError
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, Weights
@@ -94,7 +94,7 @@ def laplace(
     likelihood: str | Likelihood,
     *,
     structure: str = "auto",
-    weights: Weights = "all",
+    weights: Weights = "auto",
     prior: Prior | float | Tensor = 1.0,
     curvature: str = "ggn",
     temperature: float = 1.0,
@@ -120,7 +120,9 @@ def laplace(
             eigenvectors, George et al. 2018: two passes over the data; `update` keeps the eigenvectors of the fit),
             "lowrank" (leading eigenpairs of the GGN), "implicit" (nothing is stored; exact, by solves over the data:
             an `ImplicitPosterior`), or "auto" (dense for small networks, else kronecker).
-        weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter).
+        weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter). By default
+            ("auto") all, but for a classifier too large for the dense structure, where none is named, the last layer:
+            its posterior is exact, and doubts what a structured one over all weights would doubt at the data already.
         prior: a precision, or a `Prior`.
         curvature: "ggn" (exact; sampled, with a warning, when an example has very many outputs), "exact", "sampled"
             (Fisher information from `fisher_samples` drawn targets), "empirical", or "hessian" (dense only). The
@@ -158,9 +160,15 @@ def laplace(
     stream, total = read()
     first = next(stream)  # an error says so where there is none
     few = take(first.inputs, 0, min(len(first), PLANNING_EXAMPLES))
-    network = probe if isinstance(weights, str) and weights == "all" else Network(model, weights, example=few)
-    network.example = few
+    network = probe if isinstance(weights, str) and weights in ("all", "auto") else Network(model, weights, example=few)
     chosen, note = resolve_structure(structure, network.size, memory_budget)
+    if isinstance(weights, str) and weights == "auto" and structure == "auto" and likelihood.kind == "classification":
+        last = _last_layer(model, few, chosen_prior) if chosen != "dense" else None
+        if last is not None:
+            network = last
+            chosen, note = resolve_structure(structure, network.size, memory_budget)
+            note = f"the last layer of a classifier with {probe.size:,} weights; {note}"
+    network.example = few
     _check_structure(chosen, structure, curvature, rank)
     weight_prior = chosen_prior.resolve(network)
     weights_now, fingerprint = network.flat(), network.fingerprint()
@@ -308,6 +316,16 @@ class _Fit:
         for batch in products.batches:
             curvature.sample.add(batch)
         return found.note
+
+
+def _last_layer(model: nn.Module, few: Inputs, prior: Prior) -> Network | None:
+    """The network with its last layer chosen; None where there is none, or the prior is about other weights too."""
+    try:
+        network = Network(model, "last_layer", example=few)
+        prior.resolve(network)
+    except (ModelError, PriorError):
+        return None
+    return network
 
 
 def _suspicion(network: Network, likelihood: Likelihood, few: Tensor, first: Batch) -> str | None:

@@ -47,7 +47,7 @@ GROWTH = 1.3
 HALVINGS = 5
 """A round whose step was halved so often without raising the ELBO is the last."""
 
-DIRECTION_TOLERANCE, DIRECTION_PRODUCTS = 0.03, 30
+DIRECTION_TOLERANCE, DIRECTION_PRODUCTS = 0.1, 8
 """Relative residual, and most products over the data, of the direction of m in structured posteriors."""
 
 LARGEST_CHANGE = math.log(10.0)

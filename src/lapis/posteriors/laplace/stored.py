@@ -29,6 +29,7 @@ from lapis.options import check_choice, check_generator
 from lapis.posteriors.laplace import tuning_by_evidence as tuning
 from lapis.posteriors.laplace.family import LaplaceFamily, TuneOptions, refuse_options
 from lapis.posteriors.laplace.foretelling import warn_of_doubt
+from lapis.posteriors.laplace.leave_one_out import chosen_width
 from lapis.posteriors.laplace.same_data import same_batches
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.drawn_network import DrawnNetwork, white_noise
@@ -162,6 +163,8 @@ class LaplacePosterior(LaplaceFamily):
         )
         iterations = 200 if asked.max_iterations is None else asked.max_iterations
         found = tuning.tune(self, method, asked.groups, asked.noise, iterations, asked.tolerance)
+        if asked.tolerated_loss is not None and self.likelihood.kind == "classification":
+            return replace(found, width=chosen_width(found, found.curvature.sample.batches(), asked.tolerated_loss))
         warn_of_doubt(found, found.curvature.sample.batches(), lambda batch: found.predict(batch.inputs), stacklevel=4)
         return found
 

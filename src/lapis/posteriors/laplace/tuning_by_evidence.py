@@ -38,6 +38,7 @@ def tune(
     tolerance: float | None,
 ) -> LaplacePosterior:
     """See `LaplacePosterior.tune`."""
+    posterior = replace(posterior, width=1.0)
     if groups is not None:
         posterior = regrouped(posterior, groups)
     if noise and posterior.curvature.apart is not None:

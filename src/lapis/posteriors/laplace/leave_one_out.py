@@ -1,0 +1,117 @@
+"""The width of a classifier's posterior, by leave-one-out predictions of its training data: no validation data needed.
+
+The evidence is blind to how sure a trained network is of data that it has not seen: where classes are nearly separable
+the covariance A^-1 at the mode is far too wide. So its factor w is chosen by prediction, q = N(t, w A^-1). Without
+example n, the tangent model's outputs for it are Gaussian with
+
+    V_-n = V + V S (I - S^T V S)^-1 S^T V,    mean f + V_-n g,    V = J A^-1 J^T,
+
+where S S^T = H and g are the Hessian and gradient of -log p(y_n | f_n). The chosen w <= 1 is the largest whose
+predictions p(y_n | N(mean, w V_-n)) lose at most a tolerated number of nats an example against the best w, w = 0 (the
+network alone) included. Wide is preferred: doubt far from the data costs nothing at the data.
+
+Exact posteriors have S^T V S < 1. A structure for which that fails overstates the doubt at its data, and the formula
+does not hold: predictions of the data themselves, N(f, w V), then take the place of leave-one-out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Batch
+from lapis.predictions import LatentGaussian
+from lapis.predictions import predict as predict_outputs
+
+if TYPE_CHECKING:
+    from lapis.posteriors.laplace.family import LaplaceFamily
+
+WIDTHS = tuple(2.0**-k for k in range(13))
+"""Widths that are compared, from wide to narrow; between two of them the choice is interpolated."""
+
+LEAST = 16
+"""Fewer examples are too few to judge by."""
+
+LARGEST_LEVERAGE = 0.999
+"""S^T V S has eigenvalues below one in exact posteriors; beyond this, leave-one-out is not to be trusted."""
+
+
+@dataclass(frozen=True)
+class _Left:
+    """Outputs of some examples, each predicted without itself: mean (B, T, C), covariance or variances."""
+
+    mean: Tensor
+    covariance: Tensor | None
+    variance: Tensor
+    targets: Tensor
+    raw_shape: tuple[int, ...]
+
+
+def chosen_width(posterior: LaplaceFamily, sample: Sequence[Batch], tolerated: float) -> float:
+    """The largest width whose predictions lose at most `tolerated` nats an example against the best."""
+    count = sum(map(len, sample))
+    if count < LEAST or not posterior._network_is_as_fitted():
+        return 1.0
+    parts = _left_out(posterior, sample)
+    losses = [_loss(posterior, parts, width) / count for width in (*WIDTHS, 0.0)]
+    limit = min(losses) + tolerated
+    for place, width in enumerate(WIDTHS):
+        if losses[place] > limit:
+            continue
+        if place == 0:
+            return 1.0
+        above = losses[place - 1]  # the loss is nearly linear in the width between two neighbours
+        share = (limit - losses[place]) / max(above - losses[place], 1e-300)
+        return width + min(1.0, share) * (WIDTHS[place - 1] - width)
+    return WIDTHS[-1]
+
+
+def _left_out(posterior: LaplaceFamily, sample: Sequence[Batch]) -> list[_Left]:
+    """Leave-one-out where it holds for all examples, else the examples as they are."""
+    found, valid = [], posterior._full_by_default()
+    for batch in sample:
+        latent = posterior.latent(batch.inputs, "full" if valid else "diagonal", None, None)
+        assert isinstance(latent, LatentGaussian)
+        found.append((latent, posterior.likelihood.targets(batch.targets, latent.mean, latent.raw_shape)))
+    left = [_without_itself(posterior, latent, y) if valid else None for latent, y in found]
+    parts = []
+    for batch, (latent, _), own in zip(sample, found, left, strict=True):
+        if own is None or any(each is None for each in left):
+            mean, covariance, variance = latent.mean, latent.covariance, latent.variance
+        else:
+            mean, covariance = own
+            variance = covariance.diagonal(dim1=-2, dim2=-1)
+        parts.append(_Left(mean, covariance, variance, batch.targets, latent.raw_shape))
+    return parts
+
+
+def _without_itself(posterior: LaplaceFamily, latent: LatentGaussian, targets: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Mean and covariance of each example's outputs under the posterior of all others; None where that is undefined."""
+    likelihood, temperature = posterior.likelihood, posterior.temperature
+    f, v = latent.mean.double(), latent.covariance
+    assert v is not None
+    v = v.double()
+    s = likelihood.factor(f, targets) / temperature**0.5
+    gradient = likelihood.gradient(f, targets) / temperature
+    vs = v @ s
+    leverage, vectors = torch.linalg.eigh(s.mT @ vs)
+    if float(leverage.max()) > LARGEST_LEVERAGE:
+        return None
+    rotated = vs @ vectors
+    covariance = v + (rotated / (1 - leverage).unsqueeze(-2)) @ rotated.mT
+    mean = f + (covariance @ gradient.unsqueeze(-1)).squeeze(-1)
+    return mean.to(latent.mean.dtype), covariance.to(latent.mean.dtype)
+
+
+def _loss(posterior: LaplaceFamily, parts: Sequence[_Left], width: float) -> float:
+    """Summed -log p(y_n | x_n) with covariances times `width`."""
+    total = 0.0
+    for part in parts:
+        covariance = None if part.covariance is None else width * part.covariance
+        latent = LatentGaussian(part.mean, width * part.variance, covariance, raw_shape=part.raw_shape)
+        total -= float(predict_outputs(posterior.likelihood, latent).log_prob(part.targets).double().sum())
+    return total
