@@ -23,7 +23,7 @@ from lapis.predictions.latent import square_root
 NODES = 32
 """Nodes of Gauss-Hermite quadrature: enough for variances of logits up to about 100."""
 
-LEAST_POINTS = 128
+LEAST_POINTS = 256
 """Points of quasi-Monte Carlo; more where there are many outputs."""
 
 CHUNK = 2**19

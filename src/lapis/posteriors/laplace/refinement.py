@@ -53,6 +53,9 @@ DIRECTION_TOLERANCE, DIRECTION_PRODUCTS = 0.1, 8
 LARGEST_CHANGE = math.log(10.0)
 """Largest change of a logarithm of a prior precision, or of the noise variance, in one round."""
 
+POINTS_ERROR = 1e-3
+"""Nats an example within which the ELBO cannot be raised further: fixed points give its gradient with such an error."""
+
 SETTLED = 0.1
 """Hyperparameters whose logarithms change by less than this in a round count as tuned."""
 
@@ -245,7 +248,7 @@ class _Search:
             if self.tuning and moved > SETTLED:  # the hyperparameters' own step may be to blame: go on without it
                 self.tuning, self.step = False, self.longest
                 return True
-            settled = self.gain <= 10 * self.nats or decrement <= 10 * self.nats
+            settled = min(self.gain, decrement) <= max(10 * self.nats, POINTS_ERROR * self.posterior.n_data)
             return self._end(f"no step raises the ELBO, predicted gain {decrement:.2g} nats", settled)
         self.gain = found.elbo - self.now.elbo
         self.posterior, self.now, self.weights = candidate, found, weights
