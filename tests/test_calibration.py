@@ -146,7 +146,7 @@ def test_candidates_of_a_moved_mean_and_of_positions_of_any_number() -> None:
     ]
     for structure in STRUCTURES[:4]:
         posterior: Any = lapis.laplace(model, data, "classification", structure=structure)
-        posterior = replace(posterior, mean=posterior.mean + 0.1)
+        posterior = replace(posterior, mean=posterior.mean + 0.1, width=0.6)
         held = list(batches(data[:2], dtype=F64, device=torch.device("cpu"))[0])
         found = Swept(posterior, held, "probit", range(-2, 3), False).log_likelihood(Setting((1.0,), 0.5))
         changed = Setting((1.0,), 0.5).applied(posterior)
@@ -196,6 +196,16 @@ def test_a_wrong_noise_and_a_wrong_prior_are_mended_from_far_away() -> None:
     assert float(far.likelihood.noise) == pytest.approx(float(best.likelihood.noise), rel=0.05)
 
 
+def test_a_refined_posterior_is_calibrated_around_its_own_mean(networks: dict[str, nn.Module]) -> None:
+    posterior = fit(networks["poisson"], "poisson", "kronecker").refine(problem("poisson", 40, 0))
+    data = problem("poisson", 30, 7)
+    result = posterior.calibrate(data)
+    assert not torch.equal(result.mean, result.point)
+    assert result.calibration.before * 30 == pytest.approx(total(posterior, data))
+    assert result.calibration.after * 30 == pytest.approx(total(result, data))
+    assert result.calibration.after > max(result.calibration.before, result.calibration.plain)
+
+
 def agreeing(model: nn.Module) -> tuple[Tensor, Tensor]:
     """Inputs with the network's own choices as classes: on them nothing beats the network alone."""
     x = problem("classification", 30, 7)[0]
@@ -230,7 +240,7 @@ def test_structures_without_a_grid_are_calibrated_by_predictions(
     networks: dict[str, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The implicit structure, and a grid that does not fit in memory; both find what the grid finds, nearly."""
-    data = problem("regression", 30, 7)
+    data = problem("regression", 12, 7)
     stored = fit(networks["regression"], "regression", "dense", weights="last_layer")
     best = stored.calibrate(data).calibration
     implicit = fit(networks["regression"], "regression", "implicit", weights="last_layer").calibrate(data)
@@ -239,7 +249,7 @@ def test_structures_without_a_grid_are_calibrated_by_predictions(
     for found in (implicit, large):
         assert found.calibration.candidates < 60 < best.candidates
         assert found.calibration.after == pytest.approx(best.after, abs=0.02)
-        assert found.calibration.after * 30 == pytest.approx(total(found, data))
+        assert found.calibration.after * 12 == pytest.approx(total(found, data))
     assert large.calibration.after == pytest.approx(implicit.calibration.after, rel=1e-6)
 
 
@@ -255,6 +265,24 @@ def test_the_record_is_saved_and_belongs_to_its_prior(networks: dict[str, nn.Mod
     assert total(loaded, data) == total(result, data)
     for changed in (result.with_prior(2.0), result.with_noise(0.1), result.with_temperature(2.0), result.tune()):
         assert changed.calibration is None
+
+
+def test_draws_are_narrowed_or_widened_by_one_factor(networks: dict[str, nn.Module], tmp_path: Path) -> None:
+    model, data = networks["regression"], problem("regression", 30, 7)
+    draws = fit(model, "regression", "implicit").draw(6)
+    result = draws.calibrate(data)
+    record = result.calibration
+    assert record.after * 30 == pytest.approx(total(result, data))
+    assert record.before * 30 == pytest.approx(total(draws, data))
+    assert record.plain * 30 == pytest.approx(plain(draws, data))
+    torch.testing.assert_close(result.marginal_variance(), record.temperature * draws.marginal_variance())
+    for octave in range(-6, 7):
+        other = replace(draws, likelihood=result.likelihood, deviations=draws.deviations * 2 ** (octave / 2))
+        assert record.after >= max(total(other, data) / 30 - 1e-9, record.plain)
+    result.save(tmp_path / "draws")
+    assert lapis.load(tmp_path / "draws", model).calibration == record
+    with pytest.raises(lapis.OptionError, match="temperature already"):
+        draws.calibrate(data, temperature=True)
 
 
 def test_options_without_a_meaning_are_refused(networks: dict[str, nn.Module]) -> None:

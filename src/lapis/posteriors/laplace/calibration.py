@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lapis.batches import batches, digest
+from lapis.batches import Batch, batches, digest
 from lapis.curvature.sums import Curvature
 from lapis.errors import LapisWarning, OptionError
-from lapis.posteriors.laplace.held_out import STEP, HeldOut, Predicted, Setting, Swept, fits
+from lapis.posteriors.laplace.held_out import STEP, HeldOut, Narrowed, Predicted, Setting, Swept, fits, noisier
 from lapis.progress import track
 
 if TYPE_CHECKING:
+    from lapis.posteriors.laplace.drawn import DrawnPosterior
     from lapis.posteriors.laplace.family import LaplaceFamily
+    from lapis.posteriors.over_weights import LinearisedPosterior
 
 Fitted = TypeVar("Fitted", bound="LaplaceFamily")
 
@@ -92,18 +94,51 @@ def calibrate(
             got=repr(temperature),
             do="set it by with_temperature(...), and leave it out here",
         )
+    held = _batches(posterior, validation, batch_size)
+    if isinstance(posterior.curvature, Curvature) and fits(posterior, held, len(GRID)):
+        stored: Any = posterior
+        best, record = _searched(Swept(stored, held, link, GRID, progress), temperature, progress)
+    else:
+        best, record = _searched(Predicted(posterior, held, link), temperature, progress)
+    result: Fitted = replace(best.applied(posterior), calibration=record)
+    return replace(result, mean=posterior.point, refinement=None, width=1.0) if record.prefers_plain else result
+
+
+def calibrate_draws(
+    posterior: DrawnPosterior, validation: Any, link: Any, batch_size: int | None, progress: bool | None
+) -> DrawnPosterior:
+    """See `DrawnPosterior.calibrate`."""
+    held = _batches(posterior, validation, batch_size)
+    best, record = _searched(Narrowed(posterior, held, link, GRID, progress), False, progress)
+    likelihood, deviations = noisier(posterior.likelihood, best.noise), posterior.deviations * 2.0 ** (-best.u[0] / 2)
+    return replace(
+        posterior,
+        likelihood=likelihood,
+        deviations=deviations,
+        mean=posterior.point if record.prefers_plain else posterior.mean,
+        calibration=replace(record, precision=(2 ** best.u[0],), temperature=2 ** -best.u[0]),
+    )
+
+
+def _batches(posterior: LinearisedPosterior, validation: Any, batch_size: int | None) -> list[Batch]:
+    """The held-out data; warns if they are those of the fit."""
     network = posterior.network
     stream, _ = batches(validation, dtype=network.dtype, device=network.device, batch_size=batch_size)
     held = list(stream)
-    if sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64 == posterior.curvature.digest:
+    if posterior._fitted_to(sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64):
         warnings.warn(
             "The validation data are the data of the fit, which the network foretells better than new ones: the result "
             "will be too sure. Pass examples that neither the network nor the posterior has seen.",
             LapisWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
-    count = sum(map(len, held))
-    search = _Search(_held_out(posterior, held, link, progress), count, progress)
+    return held
+
+
+def _searched(held: HeldOut, temperature: bool, progress: bool | None) -> tuple[Setting, Calibration]:
+    """The best setting and the record of the search; warns if the network alone is better."""
+    count = sum(map(len, held.batches))
+    search = _Search(held, count, progress)
     best = search.run(temperature)
     plain_noise, plain_best = search.plain()
     prefers_plain = plain_best + EQUAL * count >= search.values[best]
@@ -116,9 +151,9 @@ def calibrate(
             "bars): the result predicts as the network does, without doubt about its weights. Try refine(data) before "
             'calibrate, structure="dense" or "ekfac", or weights="last_layer".',
             LapisWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
-    record = Calibration(
+    return best, Calibration(
         "validation",
         count,
         search.candidates,
@@ -130,15 +165,6 @@ def calibrate(
         2**best.noise,
         prefers_plain,
     )
-    result: Fitted = replace(best.applied(posterior), calibration=record)
-    return replace(result, mean=posterior.point, refinement=None, width=1.0) if prefers_plain else result
-
-
-def _held_out(posterior: Any, held: Sequence[Any], link: Any, progress: bool | None) -> HeldOut:
-    """From a grid over eigenvalues where the structure has them and it fits in memory, else by predictions."""
-    if isinstance(posterior.curvature, Curvature) and fits(posterior, held, len(GRID)):
-        return Swept(posterior, held, link, GRID, progress)
-    return Predicted(posterior, held, link)
 
 
 class _Search:
@@ -164,13 +190,13 @@ class _Search:
 
     def run(self, temperature: bool) -> Setting:
         """The best setting found; the present one is among the candidates."""
-        held, swept = self.held, isinstance(self.held, Swept)
+        held = self.held
         noise = held.posterior.likelihood.noise is not None
         self.value(self.start)
         best = self._first_line(replace(self.start, noise=self.plain()[0]))
         for number in range(ROUNDS):
             before = self.value(best)
-            factors, precisions = (FACTORS, PRECISIONS) if swept else (FEW[min(number, 1)],) * 2
+            factors, precisions = (FACTORS, PRECISIONS) if held.indices is not None else (FEW[min(number, 1)],) * 2
             if noise:
                 best = self._line(best, factors, lambda s, step: replace(s, noise=s.noise + step))
             if temperature:
@@ -180,12 +206,12 @@ class _Search:
                 best = self._line(best, precisions, _along(axis))
             if number > 0 and self.value(best) - before < GAIN * self.count:
                 break
-        return best
+        return self.best_of([self.start, best])
 
     def _first_line(self, best: Setting) -> Setting:
         """Along all precisions together, over the whole grid, which grows while the best lies at one of its ends."""
         held = self.held
-        if not isinstance(held, Swept):
+        if held.indices is None:
             line = [best, *(replace(best, u=(step,)) for step in FIRST)]
             return self.best_of(track(line, "candidates", len(line), self.progress))
         plain = held.plain(best.noise)

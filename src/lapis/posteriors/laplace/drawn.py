@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from lapis.batches import Inputs
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
+from lapis.posteriors.laplace.calibration import Calibration, calibrate_draws
 from lapis.posteriors.over_weights import LinearisedPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.linearised import by_draws
@@ -55,6 +56,33 @@ class DrawnPosterior(LinearisedPosterior):
     deviations: Tensor
     """z, (K, P), in the network's dtype."""
     drawing: Drawing
+    calibration: Calibration | None = None
+    """The record of `calibrate`."""
+
+    def calibrate(
+        self,
+        validation: Any,
+        temperature: bool = False,
+        *,
+        link: str | None = None,
+        batch_size: int | None = None,
+        progress: bool | None = None,
+    ) -> DrawnPosterior:
+        """The posterior whose draws' spread, and Gaussian noise, foretell held-out data best, from one pass over them.
+
+        Draws know no prior: their covariance is multiplied by one factor, which is a temperature and the inverse of a
+        prior precision at once, so that there is no other `temperature`. The network alone is among the candidates, as
+        in `LaplaceFamily.calibrate`.
+        """
+        self.check_network()
+        if temperature is not False:
+            raise OptionError(
+                "The factor of the draws' covariance is their temperature already",
+                expected="temperature=False",
+                got=repr(temperature),
+                do="leave temperature out",
+            )
+        return calibrate_draws(self, validation, link, batch_size, progress)
 
     def __len__(self) -> int:
         """The number of draws, K."""
@@ -100,15 +128,16 @@ class DrawnPosterior(LinearisedPosterior):
 
     def state(self) -> State:
         """The draws, and how they were made."""
+        found = self.calibration
         tensors = {"mean": self.mean, "deviations": self.deviations}
         if self.point is not self.mean:
             tensors["point"] = self.point
-        return State({"drawing": asdict(self.drawing)}, tensors)
+        return State({"drawing": asdict(self.drawing), "calibration": asdict(found) if found else None}, tensors)
 
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> DrawnPosterior:
         """The posterior with the stored draws."""
-        mean = state.tensors["mean"]
+        mean, found = state.tensors["mean"], state.config["calibration"]
         return cls(
             network=network,
             likelihood=likelihood,
@@ -117,4 +146,5 @@ class DrawnPosterior(LinearisedPosterior):
             point=state.tensors.get("point", mean),
             deviations=state.tensors["deviations"],
             drawing=Drawing(**state.config["drawing"]),
+            calibration=Calibration(**found) if found else None,
         )

@@ -33,8 +33,8 @@ from lapis.predictions import predict as predict_outputs
 from lapis.progress import track
 
 if TYPE_CHECKING:
-    from lapis.posteriors.laplace.family import LaplaceFamily
     from lapis.posteriors.laplace.stored import LaplacePosterior
+    from lapis.posteriors.over_weights import LinearisedPosterior
 
 STEP = 0.5
 """Distance of grid points in log2 u."""
@@ -83,15 +83,17 @@ def noisier(likelihood: Likelihood, octaves: float) -> Likelihood:
 class HeldOut(ABC):
     """The log likelihood of batches of held-out data, summed over examples."""
 
-    def __init__(self, posterior: LaplaceFamily, batches: Sequence[Batch], link: Any) -> None:
+    indices: range | None = None
+    """u may be STEP times any of these, without a pass over the data; None where every candidate takes a pass."""
+
+    def __init__(self, posterior: LinearisedPosterior, batches: Sequence[Batch], link: Any) -> None:
         self.posterior, self.batches, self.link = posterior, batches, link
         self.axes = 1
         """How many prior precisions can be changed one by one; 1 where all change together."""
         self._plain = [self._outputs(batch) for batch in batches]
         f = self._plain[0][0][:1]
-        predict_outputs(
-            posterior.likelihood, LatentGaussian(f, torch.zeros_like(f)), link=link
-        )  # refuses unknown links
+        latent = LatentGaussian(f, torch.zeros_like(f))
+        predict_outputs(posterior.likelihood, latent, link=link)  # refuses unknown links
 
     def _outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """f and targets of a batch, canonical."""
@@ -120,6 +122,11 @@ class HeldOut(ABC):
     def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
         """log p(y | x) of some examples after the other."""
 
+    def extend(self, below: int, above: int) -> None:
+        """Add so many indices at the two ends."""
+        assert self.indices is not None
+        self.indices = range(self.indices.start - below, self.indices.stop + above)
+
 
 class Predicted(HeldOut):
     """By predictions of the changed posterior: for every structure, each candidate a pass over the data."""
@@ -128,6 +135,25 @@ class Predicted(HeldOut):
         changed = setting.applied(self.posterior)
         for batch in self.batches:
             yield changed.predict(batch.inputs, link=self.link, progress=False).log_prob(batch.targets)
+
+
+class Narrowed(HeldOut):
+    """Of a covariance V / u that is known as a whole only, as that of draws: from one prediction of the data."""
+
+    def __init__(
+        self, posterior: LinearisedPosterior, batches: Sequence[Batch], link: Any, indices: range, progress: bool | None
+    ) -> None:
+        super().__init__(posterior, batches, link)
+        self.indices = indices
+        tracked = track(batches, "held-out data", len(batches), progress)
+        self._latents = [posterior.predict(batch.inputs, progress=False).latent for batch in tracked]
+
+    def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
+        likelihood, factor = noisier(self.posterior.likelihood, setting.noise), 2.0 ** -setting.u[0]
+        for batch, latent in zip(self.batches, self._latents, strict=True):
+            assert isinstance(latent, LatentGaussian)
+            narrowed = replace(latent, variance=factor * latent.variance)
+            yield predict_outputs(likelihood, narrowed, link=self.link).log_prob(batch.targets)
 
 
 @dataclass(frozen=True)
@@ -141,9 +167,10 @@ class _Part:
 
 
 class Swept(HeldOut):
-    """From F on a grid of u: `indices` times STEP are the logarithms to base 2."""
+    """From F on a grid of u."""
 
     posterior: LaplacePosterior
+    indices: range
 
     def __init__(
         self, posterior: LaplacePosterior, batches: Sequence[Batch], link: Any, indices: range, progress: bool | None
@@ -172,7 +199,7 @@ class Swept(HeldOut):
         self._parts = [
             replace(same[0], grid=torch.cat([part.grid for part in same], 1)) for same in zip(*pieces, strict=True)
         ]
-        self.indices = range(lower.start, upper.stop)
+        super().extend(below, above)
 
     def _pass(self, indices: range) -> list[_Part]:
         posterior, curvature = self.posterior, self.posterior.curvature
@@ -237,7 +264,7 @@ def _joined(parts: Sequence[_Part]) -> _Part:
     )
 
 
-def fits(posterior: LaplaceFamily, batches: Sequence[Batch], slices: int) -> bool:
+def fits(posterior: LinearisedPosterior, batches: Sequence[Batch], slices: int) -> bool:
     """Whether so many (co)variances of all held-out outputs fit in their share of the memory budget."""
     outputs = posterior.n_outputs
     network = posterior.network
