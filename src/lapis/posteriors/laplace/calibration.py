@@ -33,8 +33,7 @@ FACTORS = tuple(sign * step for step in (0.06, 0.12, 0.25, 0.5, 1.0, 2.0, 4.0) f
 
 FIRST = (-6.0, -3.0, 3.0, 6.0, 9.0, 12.0)
 FEW = ((-2.0, -0.5, 0.5, 2.0), (-0.25, 0.25))
-"""Steps where every candidate takes a pass over the data: in log2 u at first, then in all of the first and of any later
-round."""
+"""Steps in log2 u where each takes a pass over the data: at first, in the first round, and in later ones."""
 
 GAIN, ROUNDS = 1e-4, 8
 """The search ends when a round over all factors gains less than this many nats an example, or after so many rounds."""
@@ -196,11 +195,11 @@ class _Search:
         best = self._first_line(replace(self.start, noise=self.plain()[0]))
         for number in range(ROUNDS):
             before = self.value(best)
-            factors, precisions = (FACTORS, PRECISIONS) if held.indices is not None else (FEW[min(number, 1)],) * 2
+            precisions = PRECISIONS if held.indices is not None else FEW[min(number, 1)]
             if noise:
-                best = self._line(best, factors, lambda s, step: replace(s, noise=s.noise + step))
+                best = self._line(best, FACTORS, lambda s, step: replace(s, noise=s.noise + step))
             if temperature:
-                best = self._line(best, factors, lambda s, step: replace(s, temperature=s.temperature + step))
+                best = self._line(best, FACTORS, lambda s, step: replace(s, temperature=s.temperature + step))
             best = self._line(best, precisions, lambda s, step: replace(s, u=tuple(u + step for u in s.u)))
             for axis in range(held.axes if held.axes > 1 else 0):
                 best = self._line(best, precisions, _along(axis))

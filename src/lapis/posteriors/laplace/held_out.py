@@ -122,6 +122,19 @@ class HeldOut(ABC):
     def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
         """log p(y | x) of some examples after the other."""
 
+    @staticmethod
+    def _latent(posterior: LinearisedPosterior, batch: Batch) -> LatentGaussian:
+        latent = posterior.predict(batch.inputs, progress=False).latent
+        assert isinstance(latent, LatentGaussian)
+        return latent
+
+    def _log_prob(self, latent: LatentGaussian, factor: float, noise: float, targets: Tensor) -> Tensor:
+        """With the outputs' covariance times a factor, and the noise times 2^noise."""
+        covariance = None if latent.covariance is None else factor * latent.covariance
+        changed = replace(latent, variance=factor * latent.variance, covariance=covariance)
+        likelihood = noisier(self.posterior.likelihood, noise)
+        return predict_outputs(likelihood, changed, link=self.link).log_prob(targets)
+
     def extend(self, below: int, above: int) -> None:
         """Add so many indices at the two ends."""
         assert self.indices is not None
@@ -129,12 +142,17 @@ class HeldOut(ABC):
 
 
 class Predicted(HeldOut):
-    """By predictions of the changed posterior: for every structure, each candidate a pass over the data."""
+    """By predictions of the changed posterior: for every structure, each u a pass over the data."""
+
+    _latest: tuple[tuple[float, ...], list[LatentGaussian]] | None = None
+    """The last u, and the outputs under it."""
 
     def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
-        changed = setting.applied(self.posterior)
-        for batch in self.batches:
-            yield changed.predict(batch.inputs, link=self.link, progress=False).log_prob(batch.targets)
+        if self._latest is None or self._latest[0] != setting.u:
+            changed = Setting(setting.u).applied(self.posterior)
+            self._latest = setting.u, [self._latent(changed, batch) for batch in self.batches]
+        for batch, latent in zip(self.batches, self._latest[1], strict=True):
+            yield self._log_prob(latent, 2.0**setting.v, setting.noise, batch.targets)
 
 
 class Narrowed(HeldOut):
@@ -146,14 +164,11 @@ class Narrowed(HeldOut):
         super().__init__(posterior, batches, link)
         self.indices = indices
         tracked = track(batches, "held-out data", len(batches), progress)
-        self._latents = [posterior.predict(batch.inputs, progress=False).latent for batch in tracked]
+        self._latents = [self._latent(posterior, batch) for batch in tracked]
 
     def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
-        likelihood, factor = noisier(self.posterior.likelihood, setting.noise), 2.0 ** -setting.u[0]
         for batch, latent in zip(self.batches, self._latents, strict=True):
-            assert isinstance(latent, LatentGaussian)
-            narrowed = replace(latent, variance=factor * latent.variance)
-            yield predict_outputs(likelihood, narrowed, link=self.link).log_prob(batch.targets)
+            yield self._log_prob(latent, 2.0 ** -setting.u[0], setting.noise, batch.targets)
 
 
 @dataclass(frozen=True)
@@ -240,16 +255,15 @@ class Swept(HeldOut):
         if not all(0 <= place < len(self.indices) for place in places):
             yield torch.tensor(-math.inf)
             return
-        likelihood = noisier(self.posterior.likelihood, setting.noise)
         for part in self._parts:
             spread = torch.stack([part.grid[group, place] for group, place in enumerate(places)])
-            spread = spread.sum(0) * (self.posterior.width * 2**setting.v)
+            spread = spread.sum(0) * self.posterior.width
             if not all_finite(spread):
                 yield torch.tensor(-math.inf)
                 return
             variance = spread.diagonal(dim1=-2, dim2=-1) if self.full else spread
             latent = LatentGaussian(part.mean, variance, spread if self.full else None, raw_shape=part.raw_shape)
-            yield predict_outputs(likelihood, latent, link=self.link).log_prob(part.targets)
+            yield self._log_prob(latent, 2.0**setting.v, setting.noise, part.targets)
 
 
 def _joined(parts: Sequence[_Part]) -> _Part:
