@@ -7,11 +7,14 @@ recipe is fitted once and refined and calibrated from there. Seconds of a column
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,10 @@ def readme_recipe(loaded: Loaded, weights: str | None = None) -> Any:
     return lapis.laplace(loaded.model, loaded.train, loaded.likelihood, **named).tune()
 
 
+class OverTime(Exception):
+    """A column took more seconds of the processor than it may."""
+
+
 @dataclass
 class Fits:
     """One trained network, the posteriors fitted to it so far, and the seconds that each took."""
@@ -47,7 +54,7 @@ class Fits:
     loaded: Loaded
     cache: Path = CACHE
     limit: float | None = None
-    """Seconds that another process may take."""
+    """Seconds of the processor that another process may take."""
     posteriors: dict[tuple[str | None, ...], tuple[Any, float]] = field(default_factory=dict)
 
     def posterior(self, weights: str | None, *steps: str) -> tuple[Any, float]:
@@ -140,10 +147,13 @@ def laplace_torch(weights: str, method: str) -> Column:
             output = Path(folder) / "probabilities.npz"
             worker = str(Path(__file__).with_name("peer.py"))
             command = [str(PEER), worker, loaded.name, str(loaded.seed), weights, method, str(output)]
+            allowed: dict[str, Any] = {}
+            if fits.limit is not None:
+                allowed["preexec_fn"] = partial(resource.setrlimit, resource.RLIMIT_CPU, (int(fits.limit),) * 2)
             environment = os.environ | {"LAPIS_TRUST_CACHE": str(fits.cache), "PYTHONDONTWRITEBYTECODE": "1"}
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False, timeout=fits.limit
-            )
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, **allowed)
+            if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+                raise OverTime
             if done.returncode:
                 last = (done.stderr.strip() or "no message").splitlines()[-1]
                 raise RuntimeError(f"laplace-torch: {last}")
