@@ -44,6 +44,8 @@ def _prior(posterior: LaplaceFamily, notes: Notes) -> None:
     tuned = "tuned by the ELBO" if refined else "tuned" if posterior.tuning else "neither tuned nor calibrated"
     how = "calibrated" if posterior.calibration else tuned
     notes.value("precision", "prior precision", low, how if low == high else f"to {high:.4g} by group; {how}")
+    if posterior.width != 1:
+        notes.value("width", "width of the covariance", posterior.width, "1; tune narrows what its data rule out")
     if posterior.calibration is not None and posterior.calibration.prefers_plain:
         notes.finding(
             "Calibration found no prior better than the network alone: predictions carry no doubt about the weights.",
@@ -131,7 +133,8 @@ def _doubt(posterior: LaplaceFamily, notes: Notes, seen: Seen, gamma: float) -> 
     if not fitted or moved:
         return
     trace = seen.trace / (posterior.temperature * posterior.width)
-    notes.value("trace", "sum of tr(HV)", trace, f"gamma = {gamma:.4g} in exact posteriors")
+    label = "sum of tr(HV)" if posterior.width == 1 else "sum of tr(HV), at width 1"
+    notes.value("trace", label, trace, f"gamma = {gamma:.4g} in exact posteriors")
     if largest > DOUBTFUL or not 1 / DOUBTFUL < trace / max(gamma, 1e-12) < DOUBTFUL:
         notes.finding(
             f"At its own training data the posterior is not what they allow: S'VS reaches {largest:.3g} (exact "
