@@ -50,9 +50,9 @@ def demo(
     seed: Annotated[
         int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first split; the next seeds follow.")
     ] = 0,
-    label_noise: Annotated[float, typer.Option(min=0, max=0.9, help="Share of labels drawn anew at random.")] = 0.2,
+    label_noise: Annotated[float, typer.Option(min=0, max=0.9, help="Share of labels drawn anew at random.")] = 0.0,
     out: Annotated[Path, typer.Option(callback=_figure_path, help="Figure to write.")] = Path("lapis-demo.png"),
-    repeats: Annotated[int, typer.Option(min=1, max=100, help="Splits and trainings to average over.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="Splits and trainings to average over.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="Less data, less training: a look, no results.")] = False,
 ) -> None:
     """Train on scikit-learn's digits, put a Laplace posterior on the weights, and see what it is good for."""
