@@ -332,8 +332,8 @@ nearest of these.
 
 On the digits the probit link has the lower NLL though it is far from the integral: the posterior at the mode is too
 wide, and the two errors happen to cancel. The cure for the posterior is `refine` ([the long chain](truth.md)), not a
-link. The mutual information of the bridge is that of its Dirichlet distribution, which is too narrow where variances are
-large: it ranks worse than that of the other links, which take the integral's or their draws'."""
+link. The mutual information of the bridge is that of its Dirichlet distribution, which is too narrow where variances
+are large: it ranks worse than that of the other links, which take the integral's or their draws'."""
 
 
 if __name__ == "__main__":
