@@ -43,6 +43,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--settings", help=f"some of {', '.join(SETTINGS)}; separated by commas")
     parser.add_argument("--columns", help=f"some of {'; '.join(COLUMNS)}; separated by semicolons")
     parser.add_argument("--seeds", type=int, default=None, help="how many: 3, or 1 with --quick")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="to see whether choices made on seeds 0 to 2 hold on others"
+    )
     parser.add_argument("--again", action="store_true", help="measure the chosen columns again")
     parser.add_argument("--report", action="store_true", help="table and figures of what is there, no new rows")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of the processor for a column")
@@ -133,7 +136,7 @@ def settled(row: Row | None, limit: float) -> bool:
 
 
 def run(chosen: argparse.Namespace, path: Path) -> None:
-    for seed in range(chosen.seeds):
+    for seed in range(chosen.first_seed, chosen.first_seed + chosen.seeds):
         for name in chosen.settings:
             held = {cell(row): row for row in read(path)}
             wanted = [
