@@ -60,7 +60,7 @@ def arguments() -> argparse.Namespace:
             if name not in allowed:
                 parser.error(f"no {kind} {name!r}; there are: {', '.join(allowed)}")
     chosen.seeds = chosen.seeds or (1 if chosen.quick else 3)
-    chosen.name = "trust_quick" if chosen.quick else "trust"
+    chosen.name = "trust" + ("_quick" if chosen.quick else "") + ("_other_seeds" if chosen.first_seed else "")
     chosen.results, chosen.figures = chosen.output or RESULTS, chosen.output or FIGURES
     chosen.cache = chosen.output / "networks" if chosen.output else CACHE
     return chosen
