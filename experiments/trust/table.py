@@ -155,8 +155,8 @@ def first_bar(rows: Rows, column: str) -> list[str]:
         every = every and each and whole
         allowed = "no lower than plain" if score in HIGHER else f"no higher than plain + {SLACK}"
         lines.append(
-            f"    - {NAMES[score]} {allowed} in every setting: {verdict(each)} ({len(gains) - len(over)} of {total}, {len(gains)} "
-            f"measured; not in: {listed(over)}); on average {average:+.4f}, better: {verdict(whole)}"
+            f"    - {NAMES[score]} {allowed} in every setting: {verdict(each)} ({len(gains) - len(over)} of {total}, "
+            f"{len(gains)} measured; not in: {listed(over)}); on average {average:+.4f}, better: {verdict(whole)}"
         )
     return [f"- {column}: {verdict(every)}", *lines]
 
