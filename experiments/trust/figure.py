@@ -74,6 +74,6 @@ def differences(rows: Rows, *, last_layer: bool) -> Figure:
         dots(axes, rows, score, styles)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
-    which = "last layer" if last_layer else "all weights"
+    which = "last layer" if last_layer else "weights that the README takes"
     figure.suptitle(f"Difference to the network alone, {which} (dotted: the .01 that is allowed)", fontsize=11)
     return figure
