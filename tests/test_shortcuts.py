@@ -20,6 +20,7 @@ import reference
 from cases.likelihoods import categorical
 from lapis.curvature.backward import gradients, per_example
 from lapis.curvature.blocks import gram
+from lapis.curvature.blocks.eigenbasis import EigenbasisGaussian
 from lapis.curvature.recording import layers, patches, pooling
 from lapis.posteriors.predicting import drawn_network, head
 from lapis.proofs import Proofs
@@ -124,6 +125,10 @@ def break_pooling(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pooling, "shifted_maxima", scaled(pooling.shifted_maxima))
 
 
+def break_head_covariances(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EigenbasisGaussian, "of_features", scaled(EigenbasisGaussian.of_features))
+
+
 def break_gram_factors(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gram._Factors, "rows", scaled(gram._Factors.rows))
 
@@ -209,6 +214,14 @@ def last_layer_sampled() -> Answers:
     return sampled_outputs(weights="last_layer")
 
 
+def last_layer_variances() -> Answers:
+    model, data = network()
+    posterior = fit(model, data, "kronecker", weights="last_layer")
+    rows = torch.stack(reference.jacobians(model, data[0], categorical()))[..., -posterior.n_weights :]
+    expected = torch.einsum("ncp,pq,ncq->nc", rows, posterior.precision().inverse(), rows)
+    return posterior.predict(data[0], covariance="diagonal").latent.variance[:, 0], expected
+
+
 def small_networks_sampled() -> Answers:
     model, data = perceptron()
     posterior = fit(model, data, "dense")
@@ -226,6 +239,7 @@ PATHS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Answer
     "pooling in a fit": (break_pooling, last_layer_of_images),
     "pooling of drawn networks": (break_pooling, last_layer_sampled),
     "products by factors": (break_gram_factors, dense_of_perceptron),
+    "covariances of a last layer's outputs": (break_head_covariances, last_layer_variances),
     "drawn matrices that are not formed": (break_drawn_matrices, sampled_outputs),
     "only the head runs again": (break_head, last_layer_sampled),
     "small networks run together": (break_networks_together, small_networks_sampled),

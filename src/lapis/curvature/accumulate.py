@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -13,7 +14,7 @@ from lapis.curvature.backward.contributions import one_seed
 from lapis.curvature.backward.record import Record
 from lapis.curvature.backward.seeds import curvature_seeds, position_seeds
 from lapis.curvature.hessian import add_hessian
-from lapis.curvature.outputs import check_width
+from lapis.curvature.outputs import FACTOR_COPIES, check_width
 from lapis.curvature.sums import Curvature
 from lapis.curvature.working_memory import (
     COLLECTED_SEEDS,
@@ -43,7 +44,7 @@ def accumulate(
     work = min(WORK_BYTES, memory_budget)
     with network.prepared():
         for batch in track(stream, "curvature", total, progress):
-            for part in batch.split(part_length(curvature, work)):
+            for part in batch.split(min(part_length(curvature, work), _with_factors(curvature, work))):
                 _add_batch(curvature, network, likelihood, part, generator, work)
             curvature.sample.add(batch)
     if curvature.apart is not None:
@@ -121,6 +122,13 @@ def _add_batch(
     for group in seeds:
         _add_seeds(curvature, record, group.detach(), done)  # detached: a noise may require grad
         done += len(group)
+
+
+def _with_factors(curvature: Curvature, work: int) -> int:
+    """For how many examples the likelihood's factors S (B, T, C, C) fit in `work` bytes, or one."""
+    if curvature.kind != "ggn":
+        return sys.maxsize
+    return max(1, work // (FACTOR_COPIES * 8 * curvature.positions * curvature.outputs**2))
 
 
 def _collected_seeds(curvature: Curvature, record: Record, work: int) -> int:

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from lapis.batches import all_finite
-from lapis.errors import ModelError
+from lapis.errors import MemoryBudgetError, ModelError
+
+FACTOR_COPIES = 2
+"""Arrays of the factors' size in memory while they are computed."""
 
 
 def check_finite(f: Tensor) -> None:
@@ -28,6 +31,18 @@ def check_width(f: Tensor, outputs: int) -> None:
             expected=f"{outputs} outputs",
             got=f"{f.shape[-1]}",
             do="pass inputs of the shape that the posterior was fitted with",
+        )
+
+
+def check_factors(f: Tensor, memory: int, remedy: str) -> None:
+    """Raise MemoryBudgetError if factors S (B, T, C, C) of outputs f, in float64, do not fit in `memory` bytes."""
+    needed = FACTOR_COPIES * 8 * f.numel() * f.shape[-1]
+    if needed > memory:
+        raise MemoryBudgetError(
+            f"The likelihood's curvature in {f.shape[-1]:,} outputs at {f.shape[:2].numel():,} positions does not fit",
+            expected=f"at most {memory:,} bytes (memory_budget)",
+            got=f"{needed:,} bytes",
+            do=f"use {remedy}, or a larger memory_budget",
         )
 
 

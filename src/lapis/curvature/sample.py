@@ -11,19 +11,22 @@ from numpy.typing import NDArray
 
 from lapis.batches import Batch, joined, tensors_in
 
-MOST_EXAMPLES, MOST_BYTES = 512, 8 * 2**20
-"""The size of a sample, in examples and in bytes."""
+MOST_EXAMPLES, MOST_BYTES, MOST_OUTPUTS = 512, 8 * 2**20, 2**15
+"""The size of a sample, in examples, in bytes, and in outputs: predictions may take a backward pass for each."""
 
 
 class Sample:
     """A uniform random sample of the examples of all batches added, without replacement.
 
     Each example draws a number, and those with the smallest ones stay: the draws are made from seed 0.
+
+    Args:
+        outputs: of an example, positions included. Where they are very many the sample stays empty.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: int = 1) -> None:
         self._random = np.random.default_rng(0)
-        self._room = MOST_EXAMPLES
+        self._room = min(MOST_EXAMPLES, MOST_OUTPUTS // outputs)
         self._limit = math.inf
         """The largest number that still belongs to the sample."""
         self._pieces: list[tuple[NDArray[np.float64], Batch]] = []
@@ -33,7 +36,7 @@ class Sample:
         drawn = self._random.random(len(batch))
         if not self._pieces:
             held = sum(tensor.nbytes for tensor in (*tensors_in(batch.inputs), batch.targets))
-            self._room = min(MOST_EXAMPLES, MOST_BYTES * len(batch) // max(1, held))
+            self._room = min(self._room, MOST_BYTES * len(batch) // max(1, held))
         chosen = np.flatnonzero(drawn < self._limit)
         if len(chosen) > self._room:
             chosen = np.sort(chosen[np.argsort(drawn[chosen])[: self._room]])

@@ -44,6 +44,8 @@ class Curvature:
     apart: list[list[Block]] | None = None
     """For each output, blocks like `blocks` with J^T J of that output alone; None where the outputs are not kept apart.
     Under noise variances v, `blocks` are their sum with weights 1 / v."""
+    positions: int = 1
+    """Number of positions of the first example."""
 
     def __post_init__(self) -> None:
         index = {id(site): i for i, site in enumerate(self.tape.plan.sites)}
@@ -77,7 +79,7 @@ class Curvature:
         to_device(blocks, self.statistics.device)
         return Curvature(
             self.kind, self.tape, blocks, torch.zeros_like(self.statistics), 0, self.fisher_samples, self.signature,
-            self.outputs,
+            self.outputs, positions=self.positions,
         )  # fmt: skip
 
     def begin(self, found: Curvature) -> None:
@@ -126,4 +128,5 @@ class Curvature:
             self.kind, self.tape, [block.clone() for block in self.blocks], self.statistics.clone(), self.n_data,
             self.fisher_samples, self.signature, self.outputs, self.digest, sample=self.sample.clone(),
             apart=self.apart and [[block.part(c == 0) for block in blocks] for c, blocks in enumerate(self.apart)],
+            positions=self.positions,
         )  # fmt: skip

@@ -68,6 +68,23 @@ class Record:
             for site, found, is_loose in zip(sites, uses, loose, strict=True)
         ]
 
+    def head_inputs(self) -> Tensor | None:
+        """Layer inputs a (B, T, I), with a one for the bias, if f = V a + constants for the chosen weights V (C, I).
+
+        None if these are not such a layer. The proof is in every batch: a random vector at the network's outputs comes
+        back unchanged as the gradient at the layer's.
+        """
+        sites = self.plan.sites
+        if len(sites) != 1 or sites[0].kind != "outer" or not self.explains(sites[0]):
+            return None
+        generator = torch.Generator(self.f.device).manual_seed(0)
+        seed = torch.empty_like(self.f).normal_(generator=generator)[None]
+        (found,) = self.contributions(seed)
+        if not isinstance(found, Outer) or found.g.shape[:2] != (1, 1) or not torch.equal(found.g[0], seed):
+            return None
+        a = found.inputs()[0]
+        return torch.cat([a, torch.ones_like(a[..., :1])], -1) if found.bias else a
+
     def explains(self, site: Site) -> bool:
         """Whether the site's weights were used, and every use was interpreted by a rule of the site's kind."""
         found = self._uses(site)

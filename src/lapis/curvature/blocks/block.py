@@ -195,6 +195,13 @@ class BlockGaussian(ABC):
     def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
         """J Sigma J^T of each example: (B, M, M), or its diagonal (B, M)."""
 
+    def of_features(self, features: Tensor, diagonal: bool) -> Tensor | None:
+        """Covariance (n, C, C) of V a, or variances (n, C), for features a (n, I) and the block's weights V (C, I).
+
+        None where that has no form of its own.
+        """
+        return None
+
     @abstractmethod
     def joint(self, contributions: Sequence[Contribution]) -> Tensor:
         """J Sigma J^T over all examples: (B, M, B, M)."""

@@ -92,6 +92,10 @@ class DiagonalGaussian(BlockGaussian):
     def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
         return contributions[0].covariance(self._variance(contributions[0].dtype), diagonal)
 
+    def of_features(self, features: Tensor, diagonal: bool) -> Tensor | None:
+        variance = features.square() @ self._variance(features.dtype)[0].mT
+        return variance if diagonal else torch.diag_embed(variance)
+
     def joint(self, contributions: Sequence[Contribution]) -> Tensor:
         return contributions[0].joint(self._variance(contributions[0].dtype))
 

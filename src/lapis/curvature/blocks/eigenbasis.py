@@ -80,6 +80,16 @@ class EigenbasisGaussian(BlockGaussian):
         rotated, variance = self.rotated(contributions[0])
         return rotated.covariance(variance, diagonal)
 
+    def along_outputs(self, features: Tensor) -> Tensor:
+        """Variances (n, O) of V a along the basis of the outputs, for features a (n, I)."""
+        variance, _, back = self.factors(features.dtype)
+        rotated = features if back is None else features @ back[0]
+        return rotated.square() @ variance[0].mT
+
+    def of_features(self, features: Tensor, diagonal: bool) -> Tensor | None:
+        along, outputs = self.along_outputs(features), self.factors(features.dtype)[1][0]
+        return along @ outputs.square().mT if diagonal else (outputs * along[:, None]) @ outputs.mT
+
     def joint(self, contributions: Sequence[Contribution]) -> Tensor:
         rotated, variance = self.rotated(contributions[0])
         return rotated.joint(variance)
@@ -143,6 +153,11 @@ class OwnBiasGaussian(EigenbasisGaussian):
     def trace(self, block: Block) -> Tensor:
         u, c = self._dent
         return super().trace(block) - (block.state()["moments"] * c[..., None] * u.square()).sum()
+
+    def along_outputs(self, features: Tensor) -> Tensor:
+        u, c = (part[0].to(features.dtype) for part in self._dent)
+        rotated = features @ self.inputs[0].to(features.dtype)
+        return super().along_outputs(features) - c * (rotated @ u.mT).square()
 
     def _along(self, rotated: Contribution) -> tuple[Tensor, Tensor]:
         """J[b, m, o, :] u_o for a Jacobian in the bases, (B, M, K * O), and c (K * O)."""

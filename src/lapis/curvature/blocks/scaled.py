@@ -41,6 +41,10 @@ class ScaledGaussian(BlockGaussian):
     def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
         return self.gaussian.covariance(contributions, diagonal) * self.factor
 
+    def of_features(self, features: Tensor, diagonal: bool) -> Tensor | None:
+        found = self.gaussian.of_features(features, diagonal)
+        return None if found is None else found * self.factor
+
     def joint(self, contributions: Sequence[Contribution]) -> Tensor:
         return self.gaussian.joint(contributions) * self.factor
 

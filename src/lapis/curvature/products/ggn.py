@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch, digest, joined, naming
-from lapis.curvature.outputs import check_outputs
+from lapis.curvature.outputs import check_factors, check_outputs
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
@@ -42,16 +42,22 @@ KEPT_FACTORS_BYTES = 64 * 2**20
 
 
 class Factors(Sequence[Tensor]):
-    """S of each batch, (B, T, C, R) float64, at the trained outputs: computed on first use, and kept if small."""
+    """S of each batch, (B, T, C, R) float64, at the trained outputs: computed on first use, and kept if small.
 
-    def __init__(self, likelihood: Likelihood, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        self.likelihood, self.outputs, self.targets = likelihood, outputs, targets
+    MemoryBudgetError for a batch whose factors would take more than `memory` bytes.
+    """
+
+    def __init__(
+        self, likelihood: Likelihood, outputs: Sequence[Tensor], targets: Sequence[Tensor], memory: int
+    ) -> None:
+        self.likelihood, self.outputs, self.targets, self.memory = likelihood, outputs, targets, memory
         self._kept: dict[int, Tensor] = {}
         self._keeps = sum(f.numel() * f.shape[-1] for f in outputs) * 8 <= KEPT_FACTORS_BYTES
 
     def _at(self, index: int) -> Tensor:
         found = self._kept.get(index)
         if found is None:
+            check_factors(self.outputs[index], self.memory, "smaller batches (batch_size), or structure='kronecker'")
             found = self.likelihood.factor(self.outputs[index], self.targets[index]).detach()
             if self._keeps:
                 self._kept[index] = found
@@ -66,7 +72,7 @@ class Factors(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
     def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
         if isinstance(index, slice):
-            return Factors(self.likelihood, self.outputs[index], self.targets[index])
+            return Factors(self.likelihood, self.outputs[index], self.targets[index], self.memory)
         return self._at(range(len(self))[index])
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -105,7 +111,7 @@ class ImplicitCurvature:
             self.digest = (self.digest + digest(batch.inputs, batch.targets)) % 2**64
         self.statistics = torch.stack(sums).sum(0)
         self.n_data = sum(map(len, batches))
-        self.factors: Sequence[Tensor] = Factors(likelihood, self.jacobian.outputs, self.targets)
+        self.factors: Sequence[Tensor] = Factors(likelihood, self.jacobian.outputs, self.targets, memory_budget)
         self.own_hessian = True
         """Whether the factors are those of the likelihood's Hessian at the trained outputs (see `with_factors`)."""
         self.order: Tensor | None = None
@@ -120,7 +126,8 @@ class ImplicitCurvature:
         """M, the number of rows of G."""
         if not self.own_hessian:
             return sum(s[..., 0, :].numel() for s in self.factors)
-        first = self.factors[0]
+        f, y = self.jacobian.outputs[0], self.targets[0]
+        first = self.likelihood.factor(f[:1, :1], y[:1, :1])
         return self.jacobian.n_outputs // first.shape[-2] * first.shape[-1]
 
     def root(self, vectors: Tensor) -> Tensor:
@@ -150,7 +157,7 @@ class ImplicitCurvature:
         part.__dict__.update({name: value for name, value in self.__dict__.items() if name != "rows"})
         part.jacobian = self.jacobian.of_batches(index)
         part.targets = [self.targets[index]]
-        part.factors = Factors(self.likelihood, part.jacobian.outputs, part.targets)
+        part.factors = Factors(self.likelihood, part.jacobian.outputs, part.targets, self.memory_budget)
         if not self.own_hessian:
             part.factors = [self.factors[index]]
         return part

@@ -17,8 +17,10 @@ from lapis.curvature.accumulate import accumulate
 from lapis.curvature.backward.proof import unexplained
 from lapis.curvature.blocks.lowrank import RANK_FRACTION, load_leading
 from lapis.curvature.blocks.partition import NAMES, Structure, build_blocks, resolve_structure, to_device
+from lapis.curvature.outputs import check_factors
 from lapis.curvature.plan import PLANNING_EXAMPLES, planned_tape
 from lapis.curvature.products.ggn import ImplicitCurvature
+from lapis.curvature.sample import Sample
 from lapis.curvature.sums import Curvature
 from lapis.curvature.tape import Tape
 from lapis.errors import DataError, LapisWarning, ModelError, OptionError, PriorError
@@ -234,7 +236,11 @@ def laplace(
             fisher_samples=fisher_samples,
             signature=network.signature,
             outputs=outputs.shape[-1],
+            positions=outputs.shape[1],
+            sample=Sample(outputs[0].numel()),
         )
+        if kind == "ggn" and chosen != "lowrank":
+            check_factors(outputs[:1], memory_budget, 'curvature="sampled"')
         if likelihood.noise is not None:
             sums.keep_apart(memory_budget // 2)
         source = generator or torch.Generator(network.device).manual_seed(0)

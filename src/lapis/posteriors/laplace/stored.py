@@ -326,6 +326,7 @@ class LaplacePosterior(LaplaceFamily):
             "sites": [site.to_config() for site in sums.tape.plan.sites],
             "general": sorted(sums.tape.plan.general),
             "apart": len(sums.apart or ()),
+            "positions": sums.positions,
             "choices": self.choices,
             "training": self.training and asdict(self.training),
         }
@@ -357,6 +358,7 @@ class LaplacePosterior(LaplaceFamily):
         sums = Curvature(
             config["curvature"], tape, blocks, tensors["statistics"], facts.n_data, config["fisher_samples"],
             facts.signature, facts.n_outputs, config["digest"], apart=apart or None,
+            positions=config.get("positions", 1),
         )  # fmt: skip
         return cls(
             curvature=sums,

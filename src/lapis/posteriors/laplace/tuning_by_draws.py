@@ -181,7 +181,7 @@ def tune(
             stacklevel=3,
         )
     found = replace(_with(posterior, precision, base, factor), tuning=tuning)
-    sample = Sample()
+    sample = Sample(found.curvature.jacobian.outputs[0][0].numel())
     for batch in found.curvature.batches:
         sample.add(batch)
     warn_of_doubt(found, sample.batches(), lambda batch: _foretold(found, z, batch), stacklevel=5)

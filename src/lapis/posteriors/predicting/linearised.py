@@ -5,6 +5,7 @@ Stored in blocks (`linearised`, which never forms all of J), as a solver (`by_so
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,15 +21,24 @@ from lapis.curvature.outputs import check_outputs, check_width
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.curvature.sums import Curvature
 from lapis.curvature.working_memory import WORK_BYTES, examples_at_once
-from lapis.errors import MemoryBudgetError
+from lapis.errors import LapisWarning, MemoryBudgetError
 from lapis.network import Network
 from lapis.predictions import LatentGaussian
+from lapis.proofs import close
 
 if TYPE_CHECKING:
     from lapis.posteriors.posterior import LatentKind
 
 EXAMPLES_AT_ONCE = 256
 """Examples that are processed together in `by_draws`."""
+
+MANY_PASSES = 2**14
+"""More backward passes for an example than this cause a warning."""
+
+HEAD_COVARIANCE = "covariances of a last layer's outputs from its inputs"
+
+PROVEN_OUTPUTS = 3
+"""Outputs on which that is compared with the Jacobian's way."""
 
 
 def linearised(
@@ -44,7 +54,7 @@ def linearised(
     step = length
     if kind != "joint":  # each output's gradients are in memory twice: themselves, and multiplied by the covariance
         step = min(length, examples_at_once(curvature, 2 * curvature.outputs, min(WORK_BYTES, memory_budget)))
-    mean, spread, shape = _part(network, curvature, gaussians, take(inputs, 0, step), kind, memory_budget)
+    mean, spread, shape = _part(network, curvature, gaussians, take(inputs, 0, step), kind, memory_budget, length)
     if step < length:
         # Allocate all results now: small tensors that stay, between large ones that are freed, would fragment memory.
         mean, spread = (
@@ -53,7 +63,7 @@ def linearised(
     for start in range(step, length, step):
         stop = min(start + step, length)
         mean[start:stop], spread[start:stop], _ = _part(
-            network, curvature, gaussians, take(inputs, start, stop), kind, memory_budget
+            network, curvature, gaussians, take(inputs, start, stop), kind, memory_budget, length
         )
     return _latent(mean, spread, kind, (length, *shape[1:]))
 
@@ -74,8 +84,9 @@ def _part(
     inputs: Inputs,
     kind: LatentKind,
     memory_budget: int,
+    length: int,
 ) -> tuple[Tensor, Tensor, torch.Size]:
-    """Outputs of examples processed together, their (co)variance in the same dtype, and the raw output's shape."""
+    """Outputs of some of `length` examples, their (co)variance in the same dtype, and the raw output's shape."""
     with network.prepared():
         record = curvature.tape.record(inputs)
         f = record.f.detach()
@@ -83,7 +94,10 @@ def _part(
         if kind == "joint":
             spread = _joint(record, curvature, gaussians, memory_budget)
         else:
-            spread = _each(record, curvature, gaussians, kind)
+            if kind == "full":
+                check_covariances(f, length, memory_budget)
+            quick = _of_head(record, network, gaussians, kind)
+            spread = _each(record, curvature, gaussians, kind, memory_budget) if quick is None else quick
     return f, spread.to(f.dtype), record.raw_shape
 
 
@@ -106,6 +120,7 @@ def by_solves(
     mean = torch.cat(jacobian.outputs).to(network.dtype)
     shape = (length, *jacobian.shapes[0][1:])
     _, positions, outputs = mean.shape
+    check_solves(positions * outputs, network, memory_budget)
     if kind == "joint":
         check_joint(mean, memory_budget, 8 * mean.numel() * network.size)
         rows = torch.cat([_gradients(jacobian.of_batches(i)) for i in range(length)])
@@ -144,12 +159,38 @@ def by_draws(
     if kind == "diagonal":
         spread = draws.square().mean(0)
     elif kind == "full":
+        check_covariances(mean, length, memory_budget)
         spread = torch.einsum("kbtc,kbtd->btcd", draws, draws) / len(draws)
     else:
         check_joint(mean, memory_budget)
         flat = draws.flatten(1)
         spread = flat.mT @ flat / len(draws)
     return _latent(mean, spread.to(mean.dtype), kind, (length, *jacobian.shapes[0][1:]))
+
+
+def check_covariances(f: Tensor, examples: int, memory_budget: int) -> None:
+    """MemoryBudgetError if covariances (C, C) at every position of so many examples with outputs f do not fit."""
+    _, positions, outputs = f.shape
+    needed = 2 * examples * positions * outputs**2 * f.element_size()
+    if needed > memory_budget:
+        raise MemoryBudgetError(
+            f"Covariances of {outputs:,} outputs at {examples * positions:,} positions do not fit",
+            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            got=f"{needed:,} bytes",
+            do='use covariance="diagonal", fewer examples or positions at once, or a larger memory_budget',
+        )
+
+
+def check_solves(rows: int, network: Network, memory_budget: int) -> None:
+    """MemoryBudgetError if the rows of J of one example, which are solved for, do not fit."""
+    needed = rows * network.dtype.itemsize * (2 * network.size + rows)
+    if needed > memory_budget:
+        raise MemoryBudgetError(
+            f"The Jacobian of one example, {rows:,} outputs and {network.size:,} weights, does not fit",
+            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            got=f"{needed:,} bytes",
+            do='predict with draws, posterior.draw(8).predict(x), or use structure="kronecker" or "diagonal"',
+        )
 
 
 def _gradients(jacobian: Jacobian) -> Tensor:
@@ -177,10 +218,49 @@ def check_joint(mean: Tensor, memory_budget: int, more: int = 0) -> None:
         )
 
 
-def _each(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussian], kind: LatentKind) -> Tensor:
+def _of_head(record: Record, network: Network, gaussians: Sequence[BlockGaussian], kind: LatentKind) -> Tensor | None:
+    """As `_each`, from the inputs of a last layer; None where the chosen weights are none, or have no form for that."""
+    features = record.head_inputs() if len(gaussians) == 1 else None
+    if features is None:
+        return None
+    (gaussian,), diagonal = gaussians, kind == "diagonal"
+    found = gaussian.of_features(features.flatten(0, 1), diagonal)
+    if found is None:
+        return None
+    spread = found.reshape(*record.f.shape[:2], *found.shape[1:])
+
+    def agrees() -> bool:
+        few = next(position_seeds(unit_factor(record.f.detach()), PROVEN_OUTPUTS))
+        plain = gaussian.covariance(record.contributions(few), diagonal)
+        own = spread[:, 0, : len(few)] if diagonal else spread[:, 0, : len(few), : len(few)]
+        return close(plain, own)
+
+    key = (type(gaussian).__name__, diagonal, features.dtype, *features.shape[1:], *record.f.shape[1:])
+    return spread if network.proofs.holds(HEAD_COVARIANCE, key, agrees) else None
+
+
+def _each(
+    record: Record,
+    curvature: Curvature,
+    gaussians: Sequence[BlockGaussian],
+    kind: LatentKind,
+    memory_budget: int,
+) -> Tensor:
     """Covariance of each position's outputs, (B, T, C, C), or their variances, (B, T, C)."""
     by_position = []
-    for seeds in position_seeds(unit_factor(record.f.detach()), record.f.shape[-1]):
+    f = record.f.detach()
+    together = f.shape[-1]
+    if f[0].numel() > MANY_PASSES:
+        warnings.warn(
+            f"Predictions take {f[0].numel():,} backward passes for each example, one for every output and position. "
+            'Use method="sampled", a last layer with weights of its own (weights="last_layer"), or fewer positions.',
+            LapisWarning,
+            stacklevel=2,
+        )
+    if kind == "diagonal":
+        gradients = 2 * curvature.tape.example_bytes.gradients + curvature.row_length * f.element_size()
+        together = max(1, min(together, min(WORK_BYTES, memory_budget) // (f.nbytes + len(f) * gradients)))
+    for seeds in position_seeds(unit_factor(f), together):
         contributions = record.contributions(seeds)
         parts = [
             gaussian.covariance(_own(contributions, sites), kind == "diagonal")
@@ -189,6 +269,8 @@ def _each(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussia
         by_position.append(
             torch.stack(parts).sum(0) if len({part.dtype for part in parts}) == 1 else sum(parts[1:], parts[0])
         )
+    if kind == "diagonal":
+        return torch.cat(by_position, 1).reshape(f.shape)
     return torch.stack(by_position, dim=1)
 
 
