@@ -141,6 +141,14 @@ class WeightPrior:
     def with_precision(self, precision: Tensor) -> WeightPrior:
         return replace(self, precision=precision)
 
+    def typical_of(self, weights: Tensor) -> WeightPrior:
+        """The prior with precisions P_g / |t_g - m_g|^2, of which weights t (P,) are a typical draw; 1 where t_g is m_g.
+
+        A start for tuning that follows the weights' scale.
+        """
+        ratio = self.sizes() / self.squared_distance(weights)
+        return self.with_precision(torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio)))
+
     def differs_in_precision_only(self, other: WeightPrior) -> bool:
         same = self.labels == other.labels and self.group_of == other.group_of
         if not same or not torch.equal(self.mean, other.mean):

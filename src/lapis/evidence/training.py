@@ -26,6 +26,13 @@ class Training:
     held: tuple[int, ...] = ()
     """Early epochs with an evidence below `constant`, after which the prior was loosened instead of tuned."""
 
+    steps: int = 0
+    """Optimiser steps taken."""
+    remaining: float = float("nan")
+    """Nats by which a Newton step promises to lower -log p(D, theta) from the weights kept, 1/2 g^T A^-1 g."""
+    converged: bool = True
+    """False if that is more than gamma and more than a tenth of what the evidence has gained over `constant`."""
+
     def __post_init__(self) -> None:
         for name in ("evaluated", "log_evidence", "loss", "held"):
             object.__setattr__(self, name, tuple(getattr(self, name)))

@@ -1,16 +1,32 @@
-"""Training data: how many there are, and a pass over them in random order."""
+"""Training data: how many there are, how far the targets spread, and a pass over them in random order."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lapis.batches import Batch, as_inputs, batch_length, batches, is_pair, map_tensors, take
 from lapis.errors import DataError
 from lapis.network import Network
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Facts of the data that the defaults of training follow from."""
+
+    n_data: int
+    n_batches: int
+    """Optimiser steps in an epoch."""
+    example: Any
+    """A few inputs."""
+    spread: float
+    """Standard deviation of the targets, each output about its own mean; 1 where there is none."""
 
 
 def shuffled(data: Any, network: Network, batch_size: int) -> Iterator[Batch]:
@@ -25,8 +41,8 @@ def shuffled(data: Any, network: Network, batch_size: int) -> Iterator[Batch]:
     return batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)[0]
 
 
-def survey(data: Any, network: Network, batch_size: int) -> tuple[int, Any]:
-    """The number of examples, and a few of them; data that can be read once only are refused."""
+def survey(data: Any, network: Network, batch_size: int) -> Survey:
+    """One pass over the data; those that can be read once only are refused."""
     if isinstance(data, Iterator):
         raise DataError(
             "Training reads the data many times",
@@ -34,8 +50,23 @@ def survey(data: Any, network: Network, batch_size: int) -> tuple[int, Any]:
             got=f"{type(data).__name__}, which is used up after one pass",
             do="wrap it in a list or a Dataset",
         )
-    count, example = 0, None
+    count, steps, measured, example = 0, 0, 0, None
+    centre, sums = torch.zeros(()), torch.zeros(2, 0)
     for batch in batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)[0]:
-        example = take(batch.inputs, 0, 8) if example is None else example
-        count += len(batch)
-    return count, example
+        columns = batch.targets.detach().reshape(len(batch), -1).double()
+        if example is None:
+            example = take(batch.inputs, 0, 8)
+            centre, sums = columns.mean(0), columns.new_zeros(2, columns.shape[1])
+        if columns.shape[1] == sums.shape[1]:  # sequences may have other lengths in other batches
+            deviation = columns - centre
+            sums += torch.stack([deviation.sum(0), deviation.square().sum(0)])
+            measured += len(batch)
+        count, steps = count + len(batch), steps + 1
+    return Survey(count, steps, example, _spread(sums / measured, centre))
+
+
+def _spread(moments: Tensor, centre: Tensor) -> float:
+    """Root of the columns' mean variance, from their first two moments (2, K) about `centre` (K,)."""
+    spread = float((moments[1] - moments[0].square()).mean().clamp(min=0).sqrt())
+    rounding = 1e-9 * float(centre.abs().mean())
+    return spread if math.isfinite(spread) and spread > rounding else 1.0

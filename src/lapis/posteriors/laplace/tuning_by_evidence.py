@@ -196,7 +196,6 @@ def regrouped(posterior: Fitted, groups: Groups) -> Fitted:
     """
     fresh = Prior(1.0, groups, posterior.prior.mean, posterior.prior.scales).resolve(posterior.network)
     posterior._check_prior(fresh)
-    ratio = fresh.sizes() / fresh.squared_distance(posterior.point)
-    precision = torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio))
-    prior = Prior(precision, groups, posterior.prior.mean, posterior.prior.scales)
-    return replace(posterior, prior=prior, weight_prior=fresh.with_precision(precision), tuning=None)
+    typical = fresh.typical_of(posterior.point)
+    prior = Prior(typical.precision, groups, posterior.prior.mean, posterior.prior.scales)
+    return replace(posterior, prior=prior, weight_prior=typical, tuning=None)

@@ -1,0 +1,266 @@
+"""The state of a training run by the evidence: epochs, evaluations, the best of them, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Batch
+from lapis.errors import LapisWarning, ModelError
+from lapis.evidence import Training
+from lapis.likelihoods import Likelihood, from_config
+from lapis.network import Network
+from lapis.posteriors import LaplacePosterior
+from lapis.priors import WeightPrior
+from lapis.training.constant import constant_log_likelihood
+from lapis.training.convergence import has_converged
+from lapis.training.state import load_model, load_optimiser, model_tensors, optimiser_parts, under
+
+Fit = Callable[[Likelihood, WeightPrior], LaplacePosterior]
+
+PLAIN = ("epoch", "reason", "loss", "evaluated", "log_evidence", "best_at", "constant", "held", "steps", "spread")
+"""Entries of a run that a checkpoint keeps as JSON."""
+
+LOOSEN, LOOSEST = 100.0, 1e-4
+"""At each evaluation that does not beat a constant, precisions are divided by LOOSEN; never below LOOSEST times the
+first ones."""
+
+SQUASHED = 0.5
+"""When |theta - m|^2 has fallen below this share of its first value, the weights are reset to their first values under
+the looser prior: weights close to zero are nearly symmetric, and would take long to grow again."""
+
+
+@contextmanager
+def _held_back() -> Iterator[list[str]]:
+    """Collect the messages of LapisWarnings raised inside; warnings of others pass through at the end."""
+    told: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LapisWarning)
+        yield told
+    for each in caught:
+        if issubclass(each.category, LapisWarning):
+            told.append(str(each.message))
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+def _penalty(pulls: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """1/2 |theta - m|^2_Lambda."""
+    parts = [(precision * (parameter - mean).square()).sum() for parameter, precision, mean in pulls]
+    return 0.5 * torch.stack(parts).sum()
+
+
+@dataclass
+class Run:
+    """The state of a training run; everything that a checkpoint holds."""
+
+    network: Network
+    likelihood: Likelihood
+    prior: WeightPrior
+    make: Callable[[], torch.optim.Optimizer]
+    n_data: int
+    epoch: int = 0
+    steps: int = 0
+    reason: str = ""
+    loss: list[float] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
+    log_evidence: list[float] = field(default_factory=list)
+    best: dict[str, Tensor] = field(default_factory=dict)
+    best_at: int = -1
+    """Index of the best evaluation."""
+    best_precision: Tensor | None = None
+    best_likelihood: Likelihood | None = None
+    optimiser: torch.optim.Optimizer = field(init=False)
+    loosest: Tensor = field(init=False)
+    first: dict[str, Tensor] = field(init=False)
+    """The model before training."""
+    spread: float = field(init=False)
+    """Its |theta - m|^2."""
+    constant: float | None = None
+    """The best log likelihood of a constant prediction; known after the first epoch."""
+    held: list[int] = field(default_factory=list)
+    """Evaluations at which the hyperparameters were kept from rising."""
+
+    def __post_init__(self) -> None:
+        self.optimiser = self.make()
+        self.loosest = LOOSEST * self.prior.precision.detach()
+        self.first = model_tensors(self.network.module)
+        self.spread = self._spread()
+
+    def _spread(self) -> float:
+        return float(self.prior.squared_distance(self.network.flat()).sum())
+
+    def waited(self) -> int:
+        """Evaluations since the best one, without those that did not tune."""
+        return sum(epoch not in self.held for epoch in self.evaluated[self.best_at + 1 :])
+
+    def one_epoch(self, stream: Iterable[Batch], rate: float, noise: bool) -> None:
+        """One optimiser step a batch, on -log p(y | theta) / batch size - log p(theta) / N."""
+        network, pulls = self.network, self._pulls()
+        targets: list[Tensor] = []
+        outputs = 0
+        network.module.train()
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        total, count = 0.0, 0
+        for batch in stream:
+            self.optimiser.zero_grad()
+            raw = network.call(batch.inputs)
+            f = self.likelihood.canonical(raw)
+            y = self.likelihood.targets(batch.targets, f, raw.shape)
+            if self.constant is None:
+                targets.append(y.detach())
+                outputs = f.shape[-1]
+            loss = self.likelihood.nll(f, y).mean() + _penalty(pulls) / self.n_data
+            if not bool(torch.isfinite(loss)):
+                raise ModelError(
+                    f"Training diverged in epoch {self.epoch + 1}",
+                    expected="a finite loss",
+                    got=f"{float(loss.detach())} on batch {batch.index}",
+                    do="use a smaller learning_rate, or scale the inputs and targets",
+                )
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimiser.step()
+            total, count = total + float(loss.detach()) * len(batch), count + len(batch)
+            self.steps += 1
+        self.optimiser.zero_grad()
+        self.epoch += 1
+        self.loss.append(total / count)
+        if self.constant is None:
+            self.constant = self.n_data * constant_log_likelihood(self.likelihood, targets, outputs, noise)
+
+    def _pulls(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Each parameter with its prior precision and mean, ready for `_penalty`."""
+        found = []
+        for name, parameter in self.network.parameters.items():
+            mean = self.prior.mean
+            if mean.dim():
+                mean = mean[self.network.span(name)].reshape(parameter.shape)
+            precision = self.prior.of(name).detach()
+            if precision.dim():
+                precision = precision.reshape(parameter.shape)
+            found.append((parameter, precision.to(parameter), mean.to(parameter)))
+        return found
+
+    def tune(self, fit: Fit, steps: int, noise: bool, guarded: bool) -> None:
+        """Raise the evidence in prior and noise, and keep this epoch when it is the best so far.
+
+        While `guarded` and no better than a constant, training goes on under a looser prior instead.
+        """
+        assert self.constant is not None
+        # a few steps need not converge: the next evaluation goes on from there, and the last of all says what is left
+        with _held_back():
+            tuned = fit(self.likelihood, self.prior).tune(noise=noise, max_iterations=steps, tolerated_loss=None)
+        evidence = float(tuned.log_evidence())
+        self.evaluated.append(self.epoch)
+        self.log_evidence.append(evidence)
+        precision = tuned.weight_prior.precision.detach()
+        if self.best_at < 0 or evidence > self.log_evidence[self.best_at]:
+            self.best_at = len(self.evaluated) - 1
+            self.best = model_tensors(self.network.module)
+            self.best_precision, self.best_likelihood = precision, tuned.likelihood
+        if guarded and evidence <= self.constant:
+            self._loosen(tuned)
+        else:
+            self.prior, self.likelihood = self.prior.with_precision(precision), tuned.likelihood
+
+    def _loosen(self, tuned: LaplacePosterior) -> None:
+        """Go on under a looser prior, and with no more noise than before, so that the network can fit first."""
+        self.held.append(self.epoch)
+        old, new = self.prior.precision, tuned.weight_prior.precision.detach()
+        loose = torch.minimum(old.to(new), new).div(LOOSEN).clamp(min=self.loosest.to(new))
+        if bool((loose < old.to(new)).any()) and self._spread() < SQUASHED * self.spread:
+            load_model(self.network.module, self.first)
+            self.optimiser = self.make()
+        self.prior = self.prior.with_precision(loose)
+        before, now = self.likelihood.noise, tuned.likelihood.noise
+        if before is not None and now is not None:
+            self.likelihood = tuned.likelihood.with_noise(torch.minimum(before.detach().to(now), now.detach()))
+
+    def best_posterior(self, fit: Fit, noise: bool, remaining: Callable[[LaplacePosterior], float]) -> LaplacePosterior:
+        """The posterior of the best evaluation, whose weights the model has now, tuned until it converges.
+
+        Args:
+            remaining: nats by which the loss could still fall; see `convergence`.
+        """
+        assert self.best_precision is not None
+        assert self.best_likelihood is not None
+        assert self.constant is not None
+        with _held_back() as told:
+            best = fit(self.best_likelihood, self.prior.with_precision(self.best_precision)).tune(noise=noise)
+        left, gamma = remaining(best), float(best.effective_parameters().detach())
+        gain = float(best.log_evidence().detach()) - self.constant
+        record = Training(
+            epochs=self.epoch,
+            best_epoch=self.evaluated[self.best_at],
+            evaluated=tuple(self.evaluated),
+            log_evidence=tuple(self.log_evidence),
+            loss=tuple(self.loss),
+            reason=self.reason or f"all {self.epoch} epochs were trained",
+            constant=self.constant,
+            held=tuple(self.held),
+            steps=self.steps,
+            remaining=left,
+            converged=has_converged(left, gamma, gain),
+        )
+        for message in (*self._doubts(record, best, gamma, gain), *told):
+            warnings.warn(message, LapisWarning, stacklevel=3)
+        return replace(best, training=record)
+
+    def _doubts(self, record: Training, best: LaplacePosterior, gamma: float, gain: float) -> list[str]:
+        """Reasons to distrust the result: no better than a constant, or far from converged."""
+        found = []
+        if gain <= 0:
+            found.append(
+                f"Training found nothing that the evidence prefers to a constant prediction: log evidence "
+                f"{gain + record.constant:.4g} at best (epoch {record.best_epoch}), {record.constant:.4g} for the best "
+                f"constant; gamma is {gamma:.3g} of {best.n_weights} weights. Either the network does not fit yet "
+                f"(raise epochs or learning_rate, scale inputs and targets, begin from a smaller prior precision), or "
+                f"the inputs do not tell the targets."
+            )
+        elif not record.converged:
+            found.append(
+                f"Training is far from converged: after {record.steps:,} steps ({record.epochs} epochs) the loss could "
+                f"still fall by about {record.remaining:.3g} nats ({record.remaining / self.n_data:.2g} an example), "
+                f"where the evidence has gained {gain:.3g} over a constant prediction. Raise epochs or learning_rate "
+                f"(or leave both out), or scale inputs and targets to standard deviations of one."
+            )
+        return found
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The run as tensors and as facts for JSON; `load` takes both."""
+        state, numbers = optimiser_parts(self.optimiser)
+        tensors = {f"model.{name}": t for name, t in model_tensors(self.network.module).items()}
+        tensors |= {f"optimiser.{name}": t for name, t in state.items()}
+        tensors |= {f"best.{name}": t for name, t in self.best.items()} | {"precision": self.prior.precision}
+        tensors["loosest"] = self.loosest
+        tensors |= {f"first.{name}": t for name, t in self.first.items()}
+        if self.best_precision is not None:
+            tensors["best_precision"] = self.best_precision
+        facts = {name: getattr(self, name) for name in PLAIN}
+        facts |= {"optimiser": numbers, "likelihood": self.likelihood.to_config()}
+        facts["best_likelihood"] = self.best_likelihood and self.best_likelihood.to_config()
+        return tensors, facts
+
+    def load(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Go on from a state that an earlier run left."""
+        load_model(self.network.module, under("model.", tensors))
+        load_optimiser(self.optimiser, under("optimiser.", tensors), facts["optimiser"])
+        self.prior = self.prior.with_precision(tensors["precision"].to(self.network.device))
+        self.loosest = tensors["loosest"].to(self.network.device)
+        self.best, self.first = under("best.", tensors), under("first.", tensors)
+        self.best_precision = tensors["best_precision"].to(self.network.device) if "best_precision" in tensors else None
+        for name in PLAIN:
+            setattr(self, name, facts[name])
+        if self.likelihood.noise is not None:
+            self.likelihood = from_config(facts["likelihood"])
+        if facts["best_likelihood"]:
+            self.best_likelihood = (
+                self.likelihood if self.likelihood.noise is None else from_config(facts["best_likelihood"])
+            )
