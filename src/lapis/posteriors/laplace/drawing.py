@@ -32,6 +32,7 @@ from lapis.solvers.operator import norms
 
 if TYPE_CHECKING:
     from lapis.posteriors.laplace.implicit import ImplicitPosterior
+    from lapis.posteriors.laplace.solved import SolvedPosterior
 
 SGD_RESIDUAL = 0.1
 """Draws by SGD count as converged below this |A z - b| / |b|; variances are then accurate to about a percent."""
@@ -87,7 +88,7 @@ def options(
     return Options(samples, solver, objective, epochs, batch_size, learning_rate, clip)
 
 
-def white(posterior: ImplicitPosterior, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def white(posterior: SolvedPosterior, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """White noise e (P,) and u (M,) of one draw, in the network's dtype."""
     how: dict[str, Any] = {"dtype": posterior.network.dtype, "generator": generator, "device": generator.device}
     device = posterior.network.device

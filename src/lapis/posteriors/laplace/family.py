@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -12,50 +11,28 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch
-from lapis.errors import OptionError
 from lapis.evidence import TangentMode, Tuning
 from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network
 from lapis.options import check_count, check_positive
 from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.report import Notes
+from lapis.posteriors.laplace.arguments import TOLERATED_LOSS, TuneOptions, check_temperature
 from lapis.posteriors.laplace.calibration import Calibration, calibrate
 from lapis.posteriors.laplace.checks import examine
-from lapis.posteriors.laplace.refinement import Refinement, refine
-from lapis.posteriors.over_weights import GaussianPosterior
+from lapis.posteriors.laplace.refinable import Refinable
+from lapis.posteriors.laplace.refinement import Refinement
 from lapis.posteriors.posterior import Facts, State
-from lapis.predictions import LatentGaussian
 from lapis.priors import Groups, Prior, WeightPrior, as_prior
 
 TANGENT = ("converged", "remaining", "iterations", "products", "reason")
 """Fields of `TangentMode` that a file holds besides its tensors."""
 
-TOLERATED_LOSS = 0.004
-"""Nats an example that a posterior's predictions of its training data may lose against the best width."""
-
 Self = TypeVar("Self", bound="LaplaceFamily")
 
 
-@dataclass(frozen=True)
-class TuneOptions:
-    """The arguments of `LaplaceFamily.tune`; None where the structure's default is meant."""
-
-    method: str | None
-    groups: Groups | None
-    noise: bool
-    max_iterations: int | None
-    tolerance: float | None
-    samples: int | None
-    solver: str | None
-    batch_size: int | None
-    tolerated_loss: float | None
-    generator: torch.Generator | None
-    progress: bool | None
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class LaplaceFamily(GaussianPosterior):
+class LaplaceFamily(Refinable):
     """N(mean, (scale * curvature + prior)^-1), with curvature of any structure.
 
     Args:
@@ -129,113 +106,6 @@ class LaplaceFamily(GaussianPosterior):
         posterior it is the ELBO.
         """
         return self._evidence(self._logdet()) if self.refinement is None else self.elbo()
-
-    def elbo(self) -> Tensor:
-        """E_q[log p(D | theta)] - KL(q | prior) of the tangent model, 0-d float64: known after `refine`.
-
-        A lower bound of the tangent model's log evidence, equal to it for Gaussian likelihoods.
-        """
-        if self.refinement is None or not self.refinement.current:
-            raise OptionError(
-                "The ELBO is not known: it takes a pass over the data",
-                expected="a posterior from refine(data)",
-                got="one that is not refined" if self.refinement is None else "one that was changed since",
-                do="call posterior.refine(data) and ask its result",
-            )
-        return torch.tensor(self.refinement.elbo, dtype=torch.float64, device=self.network.device)
-
-    def divergence(self) -> float:
-        """KL(q | prior) = 1/2 (|mean - m|^2_Lambda - gamma - log |Lambda| + log |A|), nats."""
-        prior = self.weight_prior
-        distance = (prior.precision * prior.squared_distance(self.mean)).sum()
-        known = distance - self.effective_parameters() - prior.logdet() + self._logdet()
-        return 0.5 * float(known.detach())
-
-    def refine(
-        self: Self,
-        data: Any = None,
-        *,
-        tune: bool | None = None,
-        max_rounds: int = 30,
-        tolerance: float = 1e-3,
-        batch_size: int | None = None,
-        progress: bool | None = None,
-    ) -> Self:
-        """The best Gaussian for the tangent model: variational inference, from this posterior on.
-
-        The curvature at the mode can be nearly zero where data are nearly separable; the posterior then spreads over
-        functions that the data forbid. Here the curvature is averaged over the posterior itself, and the mean moves:
-
-            A = sum_n J_n^T E_q[H_n] J_n + Lambda,    sum_n J_n^T E_q[gradient_n] + Lambda (mean - m) = 0.
-
-        Predictions use f(x) + J(x) (mean - t). The ELBO never falls from round to round. A round takes three passes
-        over the data, and a few products with a vector for structures that are not exact; ten rounds are usual. The
-        result's `refinement` records them. A linear Gaussian model at its mode is left as it was.
-
-        Args:
-            data: the data of the fit, in any order and batches; implicit posteriors hold them already.
-            tune: tune prior precisions, and Gaussian noise, by the ELBO as well (variational expectation-maximisation);
-                by default where the posterior was tuned before.
-            max_rounds: at most so many rounds; a warning says if the ELBO is still rising.
-            tolerance: the search ends when a round gains less than this many nats an example.
-            batch_size: for data that are not batched yet.
-            progress: show a bar; by default on a terminal only.
-        """
-        self.check_network()
-        check_count("max_rounds", max_rounds)
-        check_positive("tolerance", tolerance)
-        self._check_refinable()
-        return refine(
-            self,
-            self._data(data, batch_size),
-            tune=tune,
-            max_rounds=max_rounds,
-            tolerance=tolerance,
-            progress=progress,
-        )
-
-    def _check_refinable(self) -> None:
-        """Raise OptionError where a refinement has no meaning."""
-
-    @abstractmethod
-    def _data(self, data: Any, batch_size: int | None) -> Sequence[Batch]:
-        """The batches of the fit: `data` after a check, or those that the posterior holds."""
-
-    @abstractmethod
-    def solve(self, vectors: Tensor) -> Tensor:
-        """Covariance times weight vectors (P,) or (k, P), float64."""
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the precision is that of the exact GGN, so that Newton's steps need no further solve."""
-        return False
-
-    @abstractmethod
-    def outputs_of_data(self, held: Sequence[Batch]) -> Callable[[int], LatentGaussian]:
-        """The outputs' distribution, with full covariances, of each batch by its number."""
-
-    @abstractmethod
-    def recurved(self: Self, held: Sequence[Batch], factors: Sequence[Tensor], progress: bool | None) -> Self:
-        """The posterior with curvature sum_n J_n^T S_n S_n^T J_n for given factors S (B, T, C, R) of each batch."""
-
-    @abstractmethod
-    def gamma_of_groups(self) -> Tensor:
-        """Effective parameters of each prior group, (G,)."""
-
-    def log_prob(self, theta: Tensor) -> Tensor:
-        """log q(theta) for weights (P,) or (n, P)."""
-        quadratic = self._squared_distance(self.vectors(theta).double() - self.mean.double()) / self.width
-        constant = self._logdet() - self.n_weights * math.log(2 * math.pi * self.width)
-        return (0.5 * (constant - quadratic)).reshape(theta.shape[:-1])
-
-    def _refuse_if_refined(self, what: str, do: str) -> None:
-        if self.refinement is not None:
-            raise OptionError(
-                f"A refined posterior cannot {what}",
-                expected="a Laplace posterior at the trained weights",
-                got="one from refine()",
-                do=do,
-            )
 
     def tune(
         self: Self,
@@ -490,15 +360,3 @@ class LaplaceFamily(GaussianPosterior):
             "refinement": Refinement(**config["refinement"]) if config["refinement"] else None,
             "width": config["width"],
         }
-
-
-def check_temperature(temperature: float) -> None:
-    """Raise OptionError unless the temperature is a positive number."""
-    check_positive("temperature", temperature)
-
-
-def refuse_options(reason: str, **options: Any) -> None:
-    """Raise OptionError for options that were given but have no effect here."""
-    for name, value in options.items():
-        if value is not None:
-            raise OptionError(reason, expected=f"{name}=None", got=repr(value), do=f"leave {name} out")

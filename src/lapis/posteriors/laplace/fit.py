@@ -28,7 +28,7 @@ from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, Weights
 from lapis.options import check_choice, check_count
-from lapis.posteriors.laplace.family import check_temperature
+from lapis.posteriors.laplace.arguments import check_temperature
 from lapis.posteriors.laplace.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
 from lapis.posteriors.posterior import MEMORY_BUDGET, Facts

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -13,16 +12,17 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch, Inputs, batches
-from lapis.curvature.products.ggn import ImplicitCurvature, ImplicitGaussian, Solved, Space
-from lapis.errors import LapisWarning, OptionError
+from lapis.curvature.products.ggn import ImplicitCurvature
+from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.options import check_choice, check_count
+from lapis.options import check_choice
 from lapis.posteriors.laplace import drawing, tuning_by_draws
+from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.drawn import DrawnPosterior
-from lapis.posteriors.laplace.family import LaplaceFamily, TuneOptions, refuse_options
 from lapis.posteriors.laplace.same_data import same_batches
-from lapis.posteriors.laplace.solver import TOLERANCES, Solver
+from lapis.posteriors.laplace.solved import SolvedPosterior
+from lapis.posteriors.laplace.solver import Solver
 from lapis.posteriors.laplace.tuning_by_evidence import checked, regrouped
 from lapis.posteriors.over_weights import LinearisedPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, State
@@ -31,26 +31,17 @@ from lapis.predictions import LatentGaussian
 from lapis.priors import Prior
 from lapis.progress import track
 from lapis.solvers import (
-    CallablePreconditioner,
     Estimate,
-    Operator,
     QuadratureEstimate,
     SpectralQuadrature,
-    hutchinson_diagonal,
 )
-
-BLOCKS = 12
-"""Peak memory of a solve, products included, in multiples of its block of vectors."""
 
 MOST_SOLVES, REFINING_DRAWS = 2048, 64
 """A refinement solves for the covariance of each of up to so many outputs; beyond, it takes it from so many draws."""
 
-MOST_VECTORS = 64
-"""Maximal number of vectors solved for together."""
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ImplicitPosterior(LaplaceFamily):
+class ImplicitPosterior(SolvedPosterior):
     """N(mean, (scale * GGN + prior)^-1) with the exact GGN of the data, through products and solves.
 
     Made by `lapis.laplace(..., structure="implicit")`. The data and the network's outputs for them stay in memory.
@@ -70,108 +61,6 @@ class ImplicitPosterior(LaplaceFamily):
 
     kind: ClassVar[str] = "implicit"
     needs_data: ClassVar[bool] = True
-
-    curvature: ImplicitCurvature
-    solver: Solver = field(default_factory=Solver)
-
-    # solves ----------------------------------------------------------------------------------------
-
-    @property
-    def space(self) -> Space:
-        """The space in which systems are solved; by default "outputs" if examples x outputs are fewer than weights."""
-        if self.solver.space != "auto":
-            return self.solver.space
-        return "outputs" if self.curvature.rows < self.n_weights else "weights"
-
-    def with_solver(self, **changes: Any) -> ImplicitPosterior:
-        """The same posterior with other settings of its `Solver`, such as space, tolerance or preconditioner."""
-        solver = replace(self.solver, **changes)
-        other = solver.preconditioner
-        if other is not None and other.facts.fingerprint != self.facts.fingerprint:
-            raise OptionError(
-                "The preconditioner belongs to another network",
-                expected="a posterior of this network with the same weights chosen",
-                got=repr(other),
-                do="fit it to this network",
-            )
-        if other is not None:
-            solver = replace(solver, preconditioner=other.with_prior(self.prior))
-        return replace(self, solver=solver, curvature=self.curvature.with_mode(solver.mode))
-
-    @cached_property
-    def gaussian(self) -> ImplicitGaussian:
-        """N(0, A^-1) under the current prior and noise, with the solver's settings."""
-        other, preconditioner = self.solver.preconditioner, None
-        if other is not None:
-            stored = replace(
-                other, prior=self.prior, weight_prior=self.weight_prior, likelihood=self.likelihood,
-                temperature=self.temperature, tuning=None, tangent=None,
-            )  # fmt: skip
-            preconditioner = CallablePreconditioner(lambda v: stored.solve(v).to(v.dtype))
-        tolerance = self.solver.tolerance or TOLERANCES[self.network.dtype]
-        return ImplicitGaussian(
-            self.curvature, self.weight_prior, self.scale, self.space, tolerance, self.solver.max_iterations,
-            preconditioner,
-        )  # fmt: skip
-
-    def solve(self, vectors: Tensor) -> Tensor:
-        """Covariance times weight vectors (P,) or (k, P), float64."""
-        self.check_network()
-        block = self.vectors(vectors).to(self.network.dtype)
-        parts = [self.solved(self.gaussian.solve(part)) for part in torch.split(block, self.vectors_at_once())]
-        return torch.cat(parts).double().mul_(self.width).reshape(vectors.shape)
-
-    def vectors_at_once(self) -> int:
-        """How many vectors are solved for together within the memory budget."""
-        return max(
-            1, min(MOST_VECTORS, self.facts.memory_budget // (BLOCKS * self.n_weights * self.mean.element_size()))
-        )
-
-    def solved(self, solved: Solved) -> Tensor:
-        """The solution vectors; warns if the solver did not converge."""
-        if not bool(solved.result.converged.all()):
-            worst = float(solved.result.relative_residuals.max())
-            warnings.warn(
-                f"A solve ended with a relative residual of {worst:.1e} ({', '.join(set(solved.result.stopped))}), "
-                f"above the tolerance of {self.gaussian.tolerance:.1e}. Raise max_iterations or tolerance by "
-                "with_solver(), use a preconditioner, or float64.",
-                LapisWarning,
-                stacklevel=3,
-            )
-        return solved.vectors
-
-    # over weights ----------------------------------------------------------------------------------
-
-    def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draws of the weights, (samples, P), by exact perturb-and-solve. The default generator has seed 0."""
-        self.check_network()
-        source = self.source(samples, generator)
-        noise = [drawing.white(self, source) for _ in range(samples)]
-        parts = []
-        for start in range(0, samples, self.vectors_at_once()):
-            group = noise[start : start + self.vectors_at_once()]
-            white, rows = torch.stack([e for e, _ in group]), torch.stack([u for _, u in group])
-            parts.append(self.solved(self.gaussian.draws(white, rows)))
-        return torch.cat(parts).mul_(self.width**0.5).add_(self.mean)
-
-    def _squared_distance(self, deviations: Tensor) -> Tensor:
-        return (self.gaussian.multiply(deviations.to(self.network.dtype)).double() * deviations).sum(-1)
-
-    def marginal_variance(self) -> Tensor:
-        """The value of `marginal_variance_estimate()`, (P,)."""
-        return self.marginal_variance_estimate().value.to(self.mean.dtype)
-
-    def marginal_variance_estimate(self, *, probes: int = 64, generator: torch.Generator | None = None) -> Estimate:
-        """The variance of each weight, (P,) float64, with its standard error: one solve for each of `probes` >= 2.
-
-        By Hutchinson's estimator, which is exact for weights uncorrelated with all others: weights that the data do not
-        determine get their prior variance.
-        """
-        self.check_network()
-        operator = Operator(self.solve, self.n_weights, torch.float64, self.network.device)
-        check_count("probes", probes, least=2)
-        source = generator or torch.Generator(self.network.device).manual_seed(0)
-        return hutchinson_diagonal(operator, probes=probes, generator=source, block=self.vectors_at_once())
 
     def draw(
         self,

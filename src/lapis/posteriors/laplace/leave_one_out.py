@@ -10,8 +10,11 @@ where S S^T = H and g are the Hessian and gradient of -log p(y_n | f_n). The cho
 predictions p(y_n | N(mean, w V_-n)) lose at most a tolerated number of nats an example against the best w, w = 0 (the
 network alone) included. Wide is preferred: doubt far from the data costs nothing at the data.
 
+Of a refined posterior S S^T and g are expectations under itself, and its mean takes the place of f.
+
 Exact posteriors have S^T V S < 1. A structure for which that fails overstates the doubt at its data, and the formula
-does not hold: predictions of the data themselves, N(f, w V), then take the place of leave-one-out.
+does not hold: predictions of the data themselves, N(f, w V), then take the place of leave-one-out; a refined posterior
+keeps w = 1.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import Tensor
 from lapis.batches import Batch
 from lapis.predictions import LatentGaussian
 from lapis.predictions import predict as predict_outputs
+from lapis.predictions.expectations import expectations, hessian_factor
 
 if TYPE_CHECKING:
     from lapis.posteriors.laplace.family import LaplaceFamily
@@ -57,6 +61,8 @@ def chosen_width(posterior: LaplaceFamily, sample: Sequence[Batch], tolerated: f
     if count < LEAST or not posterior._network_is_as_fitted():
         return 1.0
     parts = _left_out(posterior, sample)
+    if parts is None:
+        return 1.0
     losses = [_loss(posterior, parts, width) / count for width in (*WIDTHS, 0.0)]
     limit = min(losses) + tolerated
     for place, width in enumerate(WIDTHS):
@@ -70,14 +76,16 @@ def chosen_width(posterior: LaplaceFamily, sample: Sequence[Batch], tolerated: f
     return WIDTHS[-1]
 
 
-def _left_out(posterior: LaplaceFamily, sample: Sequence[Batch]) -> list[_Left]:
-    """Leave-one-out where it holds for all examples, else the examples as they are."""
+def _left_out(posterior: LaplaceFamily, sample: Sequence[Batch]) -> list[_Left] | None:
+    """Leave-one-out where it holds for all examples, else the examples as they are; None for a refined posterior."""
     found, valid = [], posterior._full_by_default()
     for batch in sample:
         latent = posterior.latent(batch.inputs, "full" if valid else "diagonal", None, None)
         assert isinstance(latent, LatentGaussian)
         found.append((latent, posterior.likelihood.targets(batch.targets, latent.mean, latent.raw_shape)))
     left = [_without_itself(posterior, latent, y) if valid else None for latent, y in found]
+    if posterior.mean is not posterior.point and any(own is None for own in left):
+        return None
     parts = []
     for batch, (latent, _), own in zip(sample, found, left, strict=True):
         if own is None or any(each is None for each in left):
@@ -95,8 +103,12 @@ def _without_itself(posterior: LaplaceFamily, latent: LatentGaussian, targets: T
     f, v = latent.mean.double(), latent.covariance
     assert v is not None
     v = v.double()
-    s = likelihood.factor(f, targets) / temperature**0.5
-    gradient = likelihood.gradient(f, targets) / temperature
+    if posterior.mean is posterior.point:
+        s, gradient = likelihood.factor(f, targets), likelihood.gradient(f, targets)
+    else:
+        expected = expectations(likelihood, f, v, targets)
+        s, gradient = hessian_factor(expected.hessian), expected.gradient
+    s, gradient = s / temperature**0.5, gradient / temperature
     vs = v @ s
     leverage, vectors = torch.linalg.eigh(s.mT @ vs)
     if float(leverage.max()) > LARGEST_LEVERAGE:

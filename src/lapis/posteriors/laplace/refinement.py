@@ -29,6 +29,7 @@ from torch import Tensor
 from lapis.batches import Batch
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import LapisWarning, MemoryBudgetError
+from lapis.posteriors.laplace.leave_one_out import chosen_width
 from lapis.posteriors.laplace.tuning_by_evidence import detached
 from lapis.predictions.expectations import expectations, hessian_factor
 from lapis.progress import track
@@ -187,6 +188,7 @@ def refine(
     tune: bool | None,
     max_rounds: int,
     tolerance: float,
+    tolerated_loss: float | None,
     progress: bool | None,
 ) -> Fitted:
     """See `LaplaceFamily.refine`."""
@@ -210,6 +212,8 @@ def refine(
             stacklevel=3,
         )
     refined: Fitted = replace(search.posterior, refinement=record)
+    if tolerated_loss is not None and posterior.likelihood.kind == "classification":
+        refined = replace(refined, width=chosen_width(refined, refined.sample_of_data(), tolerated_loss))
     return refined
 
 

@@ -27,7 +27,8 @@ from lapis.likelihoods import Gaussian, Likelihood
 from lapis.network import Network
 from lapis.options import check_choice, check_generator
 from lapis.posteriors.laplace import tuning_by_evidence as tuning
-from lapis.posteriors.laplace.family import LaplaceFamily, TuneOptions, refuse_options
+from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
+from lapis.posteriors.laplace.family import LaplaceFamily
 from lapis.posteriors.laplace.foretelling import warn_of_doubt
 from lapis.posteriors.laplace.leave_one_out import chosen_width
 from lapis.posteriors.laplace.same_data import same_batches
@@ -164,8 +165,8 @@ class LaplacePosterior(LaplaceFamily):
         iterations = 200 if asked.max_iterations is None else asked.max_iterations
         found = tuning.tune(self, method, asked.groups, asked.noise, iterations, asked.tolerance)
         if asked.tolerated_loss is not None and self.likelihood.kind == "classification":
-            return replace(found, width=chosen_width(found, found.curvature.sample.batches(), asked.tolerated_loss))
-        warn_of_doubt(found, found.curvature.sample.batches(), lambda batch: found.predict(batch.inputs), stacklevel=4)
+            return replace(found, width=chosen_width(found, found.sample_of_data(), asked.tolerated_loss))
+        warn_of_doubt(found, found.sample_of_data(), lambda batch: found.predict(batch.inputs), stacklevel=4)
         return found
 
     def at_tangent_mode(
@@ -251,6 +252,10 @@ class LaplacePosterior(LaplaceFamily):
 
     def _data(self, data: Any, batch_size: int | None) -> Sequence[Batch]:
         return same_batches(data, self.network, self.curvature.digest, self.n_data, batch_size)
+
+    def sample_of_data(self) -> Sequence[Batch]:
+        """A sample of the data of the fit; empty after loading, as files hold none."""
+        return self.curvature.sample.batches()
 
     @property
     def is_exact(self) -> bool:
