@@ -226,11 +226,11 @@ def test_the_structure_chosen_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert small.structure == "dense"
     assert any("dense, chosen for 26 weights" in record.message for record in caplog.records)
     assert "dense, chosen for 26 weights" in small.summary()
-    wide = nn.Sequential(nn.Linear(3, 300), nn.Tanh(), nn.Linear(300, 2)).to(F64)
+    wide = nn.Sequential(nn.Linear(3, 500), nn.Tanh(), nn.Linear(500, 2)).to(F64)
     large = fit(wide)
     assert large.structure == "kronecker"
-    assert "kronecker, chosen for 1,802 weights" in large.summary()
-    assert "kronecker LaplacePosterior, 1,802 weights, 12 examples, gaussian" in repr(large)
+    assert "kronecker, chosen for 3,002 weights" in large.summary()
+    assert "kronecker LaplacePosterior, 3,002 weights, 12 examples, gaussian" in repr(large)
     assert fit(structure="diag").structure == "diagonal"
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from lapis.batches import Batch
 from lapis.errors import OptionError
 from lapis.options import check_count, check_positive
-from lapis.posteriors.laplace.arguments import TOLERATED_LOSS
 from lapis.posteriors.laplace.refinement import Refinement, refine
 from lapis.posteriors.over_weights import GaussianPosterior
 from lapis.predictions import LatentGaussian
@@ -64,7 +63,7 @@ class Refinable(GaussianPosterior):
         tune: bool | None = None,
         max_rounds: int = 30,
         tolerance: float = 1e-3,
-        tolerated_loss: float | None = TOLERATED_LOSS,
+        tolerated_loss: float | None = None,
         batch_size: int | None = None,
         progress: bool | None = None,
     ) -> Self:
@@ -85,7 +84,8 @@ class Refinable(GaussianPosterior):
                 by default where the posterior was tuned before.
             max_rounds: at most so many rounds; a warning says if the ELBO is still rising.
             tolerance: the search ends when a round gains less than this many nats an example.
-            tolerated_loss: for classifiers, chooses the `width` as in `tune` where leave-one-out holds; None keeps one.
+            tolerated_loss: for classifiers, nats an example by which to choose the `width` as in `tune`, where
+                leave-one-out holds. By default the width stays one, which is nearest to the true posterior.
             batch_size: for data that are not batched yet.
             progress: show a bar; by default on a terminal only.
         """

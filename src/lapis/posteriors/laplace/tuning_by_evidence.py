@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lapis.curvature.products.jacobian import Jacobian
-from lapis.errors import LapisWarning, OptionError
+from lapis.errors import LapisWarning, NotPositiveDefiniteError, OptionError
 from lapis.evidence import Evaluate, SpectralEvidence, TangentMode, TangentProblem, evaluate
 from lapis.evidence import tune as maximise
+from lapis.evidence.point import LARGEST_LOG
 from lapis.posteriors.laplace import own_noise
 from lapis.posteriors.laplace.same_data import same_batches
 from lapis.priors import Groups, Prior
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 ROWS_BYTES = 2**29
 """Memory limit for storing the Jacobian's rows in the search for theta*, which multiplies by them often."""
+
+RAISE = 4.0
+"""Factor by which prior precisions are raised where the posterior cannot be factorised."""
 
 Fitted = TypeVar("Fitted", bound="LaplaceFamily")
 
@@ -74,7 +78,32 @@ def maximised(
         max_iterations=max_iterations,
         tolerance=tolerance,
     )
-    return replace(candidate(best), tuning=tuning), messages
+    found, raised = _factorised(candidate, best, count)
+    if raised > 1:
+        tuning = replace(tuning, log_evidence=float(found.log_evidence()))
+        messages.append(
+            f"At the prior precisions that the evidence asks for, the posterior cannot be factorised in float64. They were "
+            f"raised by a factor of {raised:.3g}. Rescale the inputs, or share precisions among more weights."
+        )
+    return replace(found, tuning=tuning), messages
+
+
+def _factorised(
+    candidate: Callable[[Tensor], LaplacePosterior], best: Tensor, count: int
+) -> tuple[LaplacePosterior, float]:
+    """The candidate at `best`, or at the first larger precisions at which it can be factorised, and their factor."""
+    raised = 1.0
+    while True:
+        values = torch.cat([best[:count] * raised, best[count:]])
+        found = candidate(values)
+        try:
+            for gaussian in found.gaussians:
+                gaussian.check()
+            return found, raised
+        except NotPositiveDefiniteError:
+            if float(values[:count].min().log()) > LARGEST_LOG:
+                raise
+            raised *= RAISE
 
 
 def checked(posterior: Fitted) -> Fitted:
