@@ -35,7 +35,7 @@ def test_tuning_at_the_tangent_mode_passes_points_that_cannot_be_factorised(meth
     """Normalised groups of a network with two batch norms: an early step asks for precisions far too small."""
     x, y = sine()
     layers = (nn.Linear(1, 20), nn.BatchNorm1d(20), nn.Tanh(), nn.Linear(20, 20), nn.BatchNorm1d(20), nn.Tanh())
-    model = trained(nn.Sequential(*layers, nn.Linear(20, 1)).double(), x, y, 100)
+    model = trained(nn.Sequential(*layers, nn.Linear(20, 1)).double(), x, y, 60)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LapisWarning)  # of groups that are only roughly free of scale
         prior = lapis.Prior(1.0, groups="normalised")
@@ -56,7 +56,7 @@ def test_a_search_begins_at_larger_precisions_where_it_can_begin() -> None:
         gap = logs - 8
         return Point(logs, -float(gap @ gap), -2 * gap, np.ones(1), None)
 
-    best, record = tune(evaluate, torch.tensor([1e-6]), ["all"], torch.full((1,), 3.0))
+    best, record, _ = tune(evaluate, torch.tensor([1e-6]), ["all"], torch.full((1,), 3.0))
     assert float(best.log()) == pytest.approx(8, abs=1e-5)
     assert record.converged
     with pytest.raises(NotPositiveDefiniteError, match="whatever the prior"):
@@ -102,3 +102,48 @@ def test_a_low_rank_posterior_without_eigenpairs_is_its_prior() -> None:
         [torch.cat([g.flatten() for g in torch.autograd.grad(model(row)[0], list(model.parameters()))]) for row in x]
     )
     torch.testing.assert_close(posterior.predict(x).latent.variance[:, 0, 0], jacobian.square().sum(1) / 1e4)
+
+
+EVERY = ["dense", "kronecker", "diagonal", "ekfac", "lowrank", "implicit"]
+
+
+@pytest.mark.parametrize("structure", EVERY)
+@pytest.mark.parametrize("case", ["perfect fit", "one example", "weights at the prior's mean"])
+def test_tuning_always_returns_a_posterior(structure: str, case: str) -> None:
+    """Where the data leave hyperparameters undetermined there are warnings, and predictions all the same."""
+    x, y = torch.randn(8, 2, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    if case == "perfect fit":
+        y = model(x).detach()
+    elif case == "one example":
+        x, y = x[:1], y[:1]
+    else:
+        with torch.no_grad():
+            model[2].weight.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LapisWarning)
+        posterior = lapis.laplace(model, (x, y), "regression", structure=structure, prior=lapis.Prior(1.0, "layer"))
+        for tuned in (posterior.tune(), posterior.at_tangent_mode((x, y)).tune()):
+            assert bool(torch.isfinite(tuned.predict(x).variance).all())
+
+
+def test_a_tuned_posterior_can_be_factorised() -> None:
+    """Inputs of 1e9: at the precision of highest evidence the condition number is 1e19, too much for float64."""
+    x = 1e9 * torch.randn(3, 8, dtype=torch.float64)
+    model = nn.Linear(8, 1).double()
+    y = model(x).detach() + torch.randn(3, 1, dtype=torch.float64)
+    posterior = lapis.laplace(model, (x, y), "regression", structure="dense")
+    with pytest.warns(LapisWarning, match="raised by a factor"):
+        tuned = posterior.tune(noise=False)
+    assert bool(torch.isfinite(tuned.predict(x).variance).all())
+    assert tuned.tuning is not None
+    assert tuned.tuning.log_evidence == pytest.approx(float(tuned.log_evidence()))
+
+
+def test_the_mode_is_reached_where_curvature_is_the_fisher_information() -> None:
+    """Steps with it are no Newton steps: they converge linearly, not to rounding."""
+    x, y = sine()
+    model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    posterior = lapis.laplace(model, (x, y), "heteroscedastic", structure="dense").at_tangent_mode((x, y))
+    assert posterior.tangent is not None
+    assert posterior.tangent.converged

@@ -54,6 +54,7 @@ def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: 
     return Search(point, tuple(trace), iterations, evaluations, converged, reason)
 
 
+@np.errstate(over="ignore", invalid="ignore")  # where the evidence is flat the Hessian vanishes
 def _step(point: Point, bounds: NDArray[Any]) -> NDArray[Any]:
     """Newton's step for the coordinates that are not at a bound, shortened to stay within the bounds.
 
@@ -72,8 +73,8 @@ def _step(point: Point, bounds: NDArray[Any]) -> NDArray[Any]:
     joint = spread * free[:groups]
     noise = max(2 * (spread.sum() + point.errors), tiny)
     rest = max(noise - (joint * joint / own).sum(), 1e-3 * noise)
-    last = (slope[-1] - (joint * slope[:groups] / own).sum()) / rest * free[-1]
-    step = within(point.logs, np.append((slope[:groups] - joint * last) / own, last) * free, bounds)
+    last = np.nan_to_num((slope[-1] - (joint * slope[:groups] / own).sum()) / rest * free[-1])
+    step = within(point.logs, np.nan_to_num(np.append((slope[:groups] - joint * last) / own, last) * free), bounds)
     if slope @ step > 0:
         return step
     return within(point.logs, slope / np.append(own, noise), bounds)

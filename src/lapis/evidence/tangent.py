@@ -67,7 +67,8 @@ class TangentProblem:
     """The data of the tangent model (targets, outputs at t, Jacobian products), and the tolerance of its solution.
 
     The tolerance is in nats, multiplied by the loss if that is above one. By default it is 1e-16 for a float64 network,
-    and 1e-5 for float32, whose products are no more accurate.
+    1e-8 where the likelihood's curvature is not its Hessian, so that steps are no Newton steps and do not converge as
+    fast, and 1e-5 for float32, whose products are no more accurate.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class TangentProblem:
         self.jacobian, self.centre, self.max_products = jacobian, centre.double(), max_products
         self._normal: Tensor | None = None
         """J^T H J (P, P) of an earlier search, where it was summed up."""
-        exact = jacobian.network.dtype == torch.float64
-        self.tolerance = tolerance if tolerance is not None else 1e-16 if exact else 1e-5
+        precise = 1e-16 if likelihood.is_convex else 1e-8
+        default = precise if jacobian.network.dtype == torch.float64 else 1e-5
+        self.tolerance = default if tolerance is None else tolerance
         self.targets = [
             likelihood.targets(batch.targets, f, shape)
             for batch, f, shape in zip(batches, jacobian.outputs, jacobian.shapes, strict=True)

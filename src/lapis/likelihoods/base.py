@@ -30,6 +30,8 @@ class Likelihood(ABC):
     kind: ClassVar[Kind]
     is_elementwise: ClassVar[bool] = False
     """Whether nll is a sum of functions of one output each, so that expectations need only the outputs' marginals."""
+    is_convex: ClassVar[bool] = True
+    """Whether nll is convex in f, and its curvature S S^T the Hessian; else it is the Fisher information."""
     channels: Literal["last", "first"]
 
     def __init__(self, *, channels: Literal["last", "first"] = "last") -> None:

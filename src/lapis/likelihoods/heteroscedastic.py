@@ -25,6 +25,7 @@ class HeteroscedasticGaussian(Separable):
 
     name: ClassVar[str] = "heteroscedastic"
     kind: ClassVar[Kind] = "regression"
+    is_convex: ClassVar[bool] = False
 
     def check_outputs(self, f: Tensor) -> None:
         super().check_outputs(f)

@@ -165,6 +165,9 @@ class BlockGaussian(ABC):
     def logdet(self) -> Tensor:
         """log |precision|; differentiable in the prior precision and the scale."""
 
+    def check(self) -> None:  # noqa: B027  (most need no factorisation)
+        """Raise NotPositiveDefiniteError if the precision cannot be factorised in float64."""
+
     @abstractmethod
     def color(self, noise: Tensor) -> Tensor:
         """Draws (n, size) from white noise (n, size) of any floating dtype."""

@@ -144,6 +144,9 @@ class DenseGaussian(BlockGaussian):
             self._factor = upper.mT
         return self._factor
 
+    def check(self) -> None:
+        self.factor()
+
     def _upper(self) -> tuple[Tensor, Tensor]:
         """The transpose U = L^T of the Cholesky factor, and LAPACK's status: 0 if the factorisation succeeded.
 

@@ -140,6 +140,9 @@ class LowRankGaussian(BlockGaussian):
         found: Tensor = factor
         return found
 
+    def check(self) -> None:
+        self._factor  # noqa: B018
+
     @cached_property
     def _scaled(self) -> Tensor:
         """V Lambda^-1/2 = (s D)^1/2 U Lambda^-1, (r, size)."""

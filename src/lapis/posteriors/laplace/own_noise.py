@@ -76,7 +76,7 @@ def tune(
         if error <= goal or left < 1 or "noise" in records[-1].at_bound:
             break
     tuning = _joined(records, error <= goal, error, posterior)
-    if bool(perfect.any()):
+    if bool(perfect.any()) and "noise" not in records[-1].at_bound:
         outputs = ", ".join(map(str, perfect.nonzero()[:, 0].tolist()))
         messages.append(
             f"The noise of output {outputs} ran to the end of its range, {1 / WIDEST:g} of the largest residuals: the "

@@ -49,6 +49,9 @@ SGD_EPOCHS = 10
 ENDS = LARGEST_LOG * (1 - 1e-9)
 """Precisions with a larger |log| count as having reached the end of their range."""
 
+NOISE_ENDS = LARGEST_LOG / 2
+"""The largest |log| of the noise's factor."""
+
 SHORTEST, LONGEST = 0.4, 2.0
 """Bounds of 1 / (1 - s): slopes from -1.5 to 0.5 are corrected fully."""
 
@@ -151,8 +154,9 @@ def tune(
             assert sigma is not None
             errors = float((squared / sigma.detach().to(squared) ** 2).sum()) / posterior.temperature
             free = max(float(counts.sum()) / posterior.temperature - float(gamma.sum()), 1.0)
-            step = 0.5 * math.log(max(errors, 1e-300) / free)
-            factor, moved = factor * math.exp(step), max(moved, abs(step))
+            wanted = math.log(factor) + 0.5 * math.log(max(errors, 1e-300) / free)
+            wanted = min(max(wanted, -NOISE_ENDS), NOISE_ENDS)
+            factor, moved = math.exp(wanted), max(moved, abs(wanted - math.log(factor)))
         path.append((*precision.tolist(), *([factor] if base is not None else [])))
         done += 1
         posterior = replace(posterior, tangent=current.tangent)
@@ -160,6 +164,8 @@ def tune(
             break
     converged = moved <= tolerance
     bound = [name for name, value in zip(prior.labels, precision.log().abs().tolist(), strict=True) if value > ENDS]
+    if base is not None and abs(math.log(factor)) > NOISE_ENDS * (1 - 1e-9):
+        bound.append("noise")
     reason = f"the last round changed a logarithm by {moved:.2g}"
     tuning = Tuning(
         "draws", math.nan, math.nan, done, done, converged, reason, (), tuple(prior.labels), tuple(gamma.tolist()),
@@ -167,7 +173,7 @@ def tune(
     )  # fmt: skip
     if bound:
         warnings.warn(
-            f"Prior groups {', '.join(map(repr, bound))} ran to the end of their range: the draws see too little of "
+            f"Hyperparameters {', '.join(map(repr, bound))} ran to the end of their range: the draws see too little of "
             "what the data say about them. Use more draws, or fewer groups.",
             LapisWarning,
             stacklevel=3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,9 +82,10 @@ def maximised(
     found, raised = _factorised(candidate, best, count)
     if raised > 1:
         tuning = replace(tuning, log_evidence=float(found.log_evidence()))
+        what = f"They were raised by a factor of {raised:.3g}" if math.isfinite(raised) else "Nor can it at any larger"
         messages.append(
-            f"At the prior precisions that the evidence asks for, the posterior cannot be factorised in float64. They were "
-            f"raised by a factor of {raised:.3g}. Rescale the inputs, or share precisions among more weights."
+            "At the prior precisions that the evidence asks for, the posterior cannot be factorised in float64. "
+            f"{what}. Rescale inputs and outputs, or share precisions among more weights."
         )
     return replace(found, tuning=tuning), messages
 
@@ -91,19 +93,20 @@ def maximised(
 def _factorised(
     candidate: Callable[[Tensor], LaplacePosterior], best: Tensor, count: int
 ) -> tuple[LaplacePosterior, float]:
-    """The candidate at `best`, or at the first larger precisions at which it can be factorised, and their factor."""
+    """The candidate at `best`, or at the first larger precisions at which it can be factorised, and their factor.
+
+    The factor is infinite, and the candidate that at `best`, where it can be factorised nowhere.
+    """
     raised = 1.0
-    while True:
-        values = torch.cat([best[:count] * raised, best[count:]])
-        found = candidate(values)
+    while float(best[:count].min()) * raised <= math.exp(LARGEST_LOG + 1e-6):
+        found = candidate(torch.cat([best[:count] * raised, best[count:]]))
         try:
             for gaussian in found.gaussians:
                 gaussian.check()
             return found, raised
         except NotPositiveDefiniteError:
-            if float(values[:count].min().log()) > LARGEST_LOG:
-                raise
             raised *= RAISE
+    return candidate(best), math.inf
 
 
 def checked(posterior: Fitted) -> Fitted:
