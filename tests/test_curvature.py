@@ -23,7 +23,7 @@ import lapis
 import reference
 from cases import CASES, F64, GatedTie, MaskedTokens, WeightedPositions, call, categorical, take
 from eigenbases import assert_defined, bases_of
-from lapis.curvature import plan
+from lapis.curvature import accumulate, plan
 from lapis.curvature.backward.record import Record
 from lapis.curvature.blocks import gram
 from lapis.curvature.recording import patches
@@ -775,14 +775,13 @@ def test_seeds_through_convolutions_are_collected(
     truth = {"exact": reference.ggn, "empirical": reference.empirical_fisher}[curvature]
     precision = PRIOR + truth(model, *data, categorical()).diagonal()
     seen: list[tuple[int, int]] = []
-    original = Record.contributions
+    original = accumulate._add_seeds
 
-    def contributions(record: Record, seeds: Tensor, *rest: Any) -> Any:
-        if not rest:  # not of the proof
-            seen.append((seeds.shape[0], seeds.shape[1]))
-        return original(record, seeds, *rest)
+    def add_seeds(curvature: Any, record: Record, seeds: Tensor, *rest: Any) -> None:
+        seen.append((seeds.shape[0], seeds.shape[1]))
+        original(curvature, record, seeds, *rest)
 
-    monkeypatch.setattr(Record, "contributions", contributions)
+    monkeypatch.setattr(accumulate, "_add_seeds", add_seeds)
     for name, value in together.items():
         monkeypatch.setattr(f"lapis.curvature.working_memory.{name}", value)
     options = {"structure": "diagonal", "curvature": curvature, "prior": PRIOR}
