@@ -11,11 +11,10 @@ import time
 
 import torch
 from common import arguments, report, table
-from resnet18 import CLASSES, data, train
+from resnet18 import CLASSES, data, resnet, train
 from torch import nn
 
 import lapis
-from benchmarks.cases import resnet
 
 
 def main() -> None:
@@ -45,8 +44,8 @@ def main() -> None:
         for known, unknown in zip(entropies["training images"], entropies["white noise"], strict=True)
     ]
     text = (
-        f"{sum(p.numel() for p in model.parameters()):,} weights, {CLASSES} outputs, trained on {few} images to a loss of "
-        f"{loss:.2f}. The recipe took {spent:.1f} s: {posterior.structure} over {posterior.n_weights:,} weights, prior "
+        f"{sum(p.numel() for p in model.parameters()):,} weights, {CLASSES} outputs, trained on {few} images to a loss "
+        f"of {loss:.2f}. The recipe took {spent:.1f} s: {posterior.structure} over {posterior.n_weights:,} weights, prior "
         f"precision {float(posterior.weight_prior.precision[0]):.3g}, width {posterior.width:.3g}.\n\n"
         + table(("largest probability", "network alone", "README recipe"), rows)
         + f"\n\nWhite noise is told from training images by entropy with AUROC {auroc[0]:.3f} (network alone) and "

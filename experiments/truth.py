@@ -345,8 +345,8 @@ def main() -> None:
     text = (
         "# Laplace, refined, and a long chain\n\n" + " ".join((__doc__ or "").split()) + "\n\n"
         "Errors are |p - p of the chain|; near: test inputs like the data; far: from a Gaussian three times as wide. "
-        "Refined: the best Gaussian, `refine(data, tune=False)`; with a tolerated loss of .004 its covariance is narrowed "
-        "by leave-one-out predictions, which is one more row. "
+        "Refined: the best Gaussian, `refine(data, tune=False)`; with a tolerated loss of .004 its covariance is "
+        "narrowed by leave-one-out predictions, which is one more row. "
         f"In brackets the chain's own standard errors. Largest R-hat over all problems: {worst:.4f}.\n\n"
         f"{table(head, rows)}\n\n![{made[-1].name}](../figures/truth{'_quick' if chosen.quick else ''}.png)\n\n"
         f"The figure: {made[-1].name}, the largest probability, and the largest error of a probability."

@@ -142,7 +142,7 @@ class WeightPrior:
         return replace(self, precision=precision)
 
     def typical_of(self, weights: Tensor) -> WeightPrior:
-        """The prior with precisions P_g / |t_g - m_g|^2, of which weights t (P,) are a typical draw; 1 where t_g is m_g.
+        """The prior with precisions P_g / |t_g - m_g|^2, under which t (P,) is a typical draw; 1 where t_g is m_g.
 
         A start for tuning that follows the weights' scale.
         """
