@@ -94,7 +94,8 @@ def train(
 
     >>> x = torch.linspace(-3, 3, 30)[:, None]
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
-    >>> posterior = train(net, (x, x.sin() + 0.1 * (9 * x).cos()), "regression", epochs=900, burn_in=300, every=300, learning_rate=0.03)
+    >>> data = x, x.sin() + 0.1 * (9 * x).cos()
+    >>> posterior = train(net, data, "regression", epochs=900, burn_in=300, every=300, learning_rate=0.03)
     >>> posterior.training.evaluated, posterior.training.converged
     ((300, 600, 900), True)
     """
