@@ -150,3 +150,20 @@ def test_the_mode_is_reached_where_curvature_is_the_fisher_information() -> None
     posterior = lapis.laplace(model, (x, y), "heteroscedastic", structure="dense").at_tangent_mode((x, y))
     assert posterior.tangent is not None
     assert posterior.tangent.converged
+
+
+def test_the_mode_is_found_where_the_posterior_cannot_be_factorised() -> None:
+    """And tuning from there begins at larger precisions."""
+    x = 1e4 * torch.randn(40, 12, dtype=torch.float64)[:, [*range(6), *range(6)]]  # every input twice: rank 6
+    model = nn.Linear(12, 1).double()
+    y = model(x).detach() + torch.randn(40, 1, dtype=torch.float64)
+    posterior = lapis.laplace(model, (x, y), "regression", structure="dense", prior=1e-9)
+    with pytest.raises(NotPositiveDefiniteError):
+        posterior.predict(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LapisWarning)
+        found = posterior.at_tangent_mode((x, y), max_products=200)
+        tuned = found.tune()
+    assert found.tangent is not None
+    assert float(tuned.weight_prior.precision) > 1e-9
+    assert bool(torch.isfinite(tuned.predict(x).variance).all())

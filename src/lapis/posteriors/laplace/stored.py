@@ -182,7 +182,7 @@ class LaplacePosterior(LaplaceFamily):
         self._refuse_if_refined("take its evidence elsewhere: that is its ELBO", "ask before refining")
         self.check_network()
         problem = tuning.tangent_problem(self, data, batch_size, tolerance, max_products)
-        return tuning.checked(tuning.at_mode(self, problem, problem.begin(start)))
+        return tuning.checked(tuning.at_mode(self, problem, problem.begin(start), anywhere=True))
 
     def solve(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (P,) or (k, P), float64."""

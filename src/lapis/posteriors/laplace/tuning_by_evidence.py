@@ -181,18 +181,25 @@ def at_mode(
     posterior: LaplacePosterior,
     problem: TangentProblem | None,
     start: TangentMode | None = None,
+    *,
+    anywhere: bool = False,
 ) -> LaplacePosterior:
-    """The posterior with `tangent` computed under its own prior and noise."""
+    """The posterior with `tangent` computed under its own prior and noise.
+
+    NotPositiveDefiniteError if its precision cannot be factorised, unless the mode is to be found `anywhere`: it exists
+    there too, but is found more slowly, and a search would soon leave such a point.
+    """
     assert problem is not None
     with torch.no_grad():
         frozen = detached(posterior)
-        mode = problem.solve(
-            frozen.likelihood,
-            frozen.weight_prior,
-            posterior.temperature,
-            frozen.solve,
-            start=start,
-        )
+        vector = frozen.weight_prior.vector()
+        solve: Callable[[Tensor], Tensor] = frozen.solve
+        try:
+            for gaussian in frozen.gaussians if anywhere else ():
+                gaussian.check()
+        except NotPositiveDefiniteError:
+            solve = vector.reciprocal().mul
+        mode = problem.solve(frozen.likelihood, frozen.weight_prior, posterior.temperature, solve, start=start)
     return replace(posterior, tangent=mode)
 
 
