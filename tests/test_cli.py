@@ -108,11 +108,11 @@ def test_split_keeps_its_sets_apart_and_standardises_by_training_pixels_alone() 
 
 
 def test_label_noise_redraws_its_share_of_labels_and_leaves_images_alone() -> None:
-    clean, noisy = experiment.split(quick(label_noise=0.0)), experiment.split(quick(label_noise=0.2))
+    clean, noisy = (experiment.split(experiment.Setting(label_noise=noise)) for noise in (0.0, 0.2))
     assert torch.equal(clean.test[0], noisy.test[0])
-    # A redrawn label is right again one time in eight; 1,283 draws stray 5 standard errors (0.053) once in 1e6 at most.
+    # A redrawn label is right again one time in eight; 1,043 draws stray 5 standard errors (0.059) once in 1e6 at most.
     changed = (clean.test[1] != noisy.test[1]).double().mean().item()
-    assert changed == pytest.approx(0.2 * 7 / 8, abs=0.053)
+    assert changed == pytest.approx(0.2 * 7 / 8, abs=0.059)
 
 
 def test_run_repeats_itself_and_leaves_the_global_generator_and_threads_alone() -> None:
@@ -127,7 +127,7 @@ def test_run_repeats_itself_and_leaves_the_global_generator_and_threads_alone() 
 
 def test_demo_shows_what_it_says() -> None:
     """Noisy labels: better scores everywhere; clean labels: no harm to test digits, the unknown told better."""
-    noisy, clean = ([experiment.run(experiment.Setting(s, noise)) for s in (20, 21)] for noise in (0.2, 0.0))
+    noisy, clean = ([experiment.run(experiment.Setting(s, noise)) for s in (20,)] for noise in (0.2, 0.0))
 
     def average(results: list[experiment.Result], method: int, metric: str, corrupted: bool = False) -> float:
         return mean(r.methods[method].scores(r.digits.test[1], corrupted=corrupted)[metric] for r in results)

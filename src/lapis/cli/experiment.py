@@ -39,10 +39,11 @@ class Setting:
     per_class: int = 50
     steps: int = 600
     samples: int = 64
+    test_per_class: int = 1000
 
     @classmethod
     def quick(cls, seed: int, label_noise: float) -> Setting:
-        return cls(seed=seed, label_noise=label_noise, per_class=20, steps=150, samples=8)
+        return cls(seed=seed, label_noise=label_noise, per_class=20, steps=150, samples=8, test_per_class=25)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def entropy(probs: Tensor) -> Tensor:
 
 
 def split(setting: Setting) -> Digits:
-    """scikit-learn's 1,797 digits: `per_class` training images of each known class, the rest for testing."""
+    """scikit-learn's 1,797 digits: `per_class` training images of each known class, the others for testing."""
     images, classes = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8)
     y = torch.tensor(classes, dtype=torch.int64)
@@ -106,7 +107,7 @@ def split(setting: Setting) -> Digits:
     order = torch.randperm(len(y), generator=generator)
     members = [order[y[order] == digit] for digit in KNOWN]
     train = torch.cat([indices[: setting.per_class] for indices in members])
-    test = torch.cat([indices[setting.per_class :] for indices in members])
+    test = torch.cat([indices[setting.per_class :][: setting.test_per_class] for indices in members])
     unknown = torch.cat([order[y[order] == digit] for digit in HELD_OUT])
     redrawn = torch.rand(len(y), generator=generator) < setting.label_noise
     labels = torch.where(redrawn, torch.randint(len(KNOWN), y.shape, generator=generator), y)
