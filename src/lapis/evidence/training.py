@@ -12,7 +12,7 @@ class Training:
     epochs: int
     """Epochs trained."""
     best_epoch: int
-    """The epoch with the highest evidence, whose weights, prior and noise were kept."""
+    """The epoch whose weights were kept: the last, or, with `patience`, the one with the highest evidence."""
     evaluated: tuple[int, ...]
     """Epochs after which curvature was refitted and hyperparameters were tuned."""
     log_evidence: tuple[float, ...]

@@ -22,7 +22,7 @@ from lapis.posteriors import LaplacePosterior
 from lapis.posteriors.laplace.fit import laplace
 from lapis.priors import Prior, WeightPrior, as_prior
 from lapis.progress import track
-from lapis.training.budget import plan_budget
+from lapis.training.budget import default_batch_size, plan_budget
 from lapis.training.convergence import remaining_nats
 from lapis.training.data import shuffled, survey
 from lapis.training.run import Run
@@ -48,7 +48,7 @@ def train(
     learning_rate: float | None = None,
     optimiser: str | MakeOptimiser = "adam",
     schedule: Literal["cosine", "constant"] = "cosine",
-    batch_size: int = 128,
+    batch_size: int | None = None,
     burn_in: int | None = None,
     every: int | None = None,
     hyper_steps: int = 20,
@@ -59,12 +59,12 @@ def train(
     memory_budget: int = 4 * 2**30,
     progress: bool | None = None,
 ) -> LaplacePosterior:
-    """Train a network, and return the Laplace posterior of the epoch with the highest evidence.
+    """Train a network, with the evidence tuning prior and noise on the way, and return its Laplace posterior.
 
     The loss is -log p(D | theta) - log p(theta). After `burn_in` epochs, and every `every` epochs from then on,
     curvature is refitted, `hyper_steps` steps of `tune` raise the evidence in prior precisions and noise, and training
-    goes on under these. No validation data are needed. The model ends with the weights of the best epoch, at which
-    prior and noise are tuned until they converge; `training` on the result tells how it went.
+    goes on under these. No validation data are needed. At the weights of the last epoch prior and noise are tuned
+    until they converge; `training` on the result tells how it went.
 
     While a network does not fit yet, the evidence is highest without it: noise and precisions grow, the weights go to
     zero, and training does not recover. So until the evidence beats the log likelihood of the best constant prediction,
@@ -77,17 +77,20 @@ def train(
         data: a pair (inputs, targets) or a Dataset, shuffled anew every epoch, or a DataLoader or list of batches,
             used in the order they give. Inputs and targets are best scaled to standard deviations of one.
         likelihood: see `lapis.laplace`. The noise of "regression" starts at the targets' standard deviation.
-        epochs: by default as many as make 4000 optimiser steps, and at least 50.
+        epochs: by default as many as make 4000 optimiser steps, times sqrt(N / 1000) for more than 1000 examples.
         prior: where the precisions start; when not given, one for each layer, P_g / |theta_g|^2 of the weights as they
             are now, so that these are a typical draw. Layers that can exchange scale (ReLU) let precisions drift for as
             long as training lasts; one for all, `Prior(1.0)`, settles.
         structure: see `lapis.laplace`; so are `curvature` and `memory_budget`.
-        learning_rate: at the start; by default 0.3 / sqrt(number of weights), within 0.001 .. 0.01.
+        learning_rate: at the start; by default 0.7 / sqrt(number of weights), within 0.001 .. 0.03.
         optimiser: "adam", "sgd" (momentum 0.9), or a function of (parameters, learning rate).
         schedule: how the learning rate goes down: "cosine" to zero, or "constant".
+        batch_size: for data that are not batched yet; by default 2.5e6 / number of weights, within 128 .. 2048.
         burn_in: epochs up to the first evaluation; by default a tenth of all.
         every: epochs between evaluations; by default a twelfth of the others.
-        patience: stop when the evidence has not risen for this many evaluations; None trains all epochs.
+        patience: stop when the evidence has not risen for this many evaluations, and return the epoch where it was
+            highest. By default all epochs are trained and the last is returned: the evidence is that of a mode, and
+            high early on, far from one, for want of fitted weights.
         checkpoint: a file, rewritten after every epoch. When it exists, training goes on from there, and ends as it
             would have without the interruption.
         seed: of shuffling and dropout. Every epoch has its own stream of random numbers.
@@ -110,6 +113,7 @@ def train(
             do='use "kronecker", "diagonal", "dense" or "lowrank"',
         )
     network = Network(model)
+    batch_size = default_batch_size(network.size) if batch_size is None else batch_size
     with _own_randomness(network, seed, 0):
         found = survey(data, network, batch_size)
     network.example = found.example
@@ -119,11 +123,12 @@ def train(
         start = Prior(1.0, groups="layer").resolve(network).typical_of(network.flat())
     else:
         start = as_prior(prior).resolve(network)
-    budget = plan_budget(found.n_batches, network.size, epochs, burn_in, every, learning_rate)
+    budget = plan_budget(found.n_data, found.n_batches, network.size, epochs, burn_in, every, learning_rate)
     make = OPTIMISERS[optimiser] if isinstance(optimiser, str) else optimiser
     run = Run(
-        network, family, start, lambda: make(list(network.parameters.values()), budget.learning_rate), found.n_data
-    )
+        network, family, start, lambda: make(list(network.parameters.values()), budget.learning_rate), found.n_data,
+        patient=patience is not None,
+    )  # fmt: skip
     settings = {
         "epochs": budget.epochs, "learning_rate": budget.learning_rate, "schedule": schedule, "batch_size": batch_size,
         "seed": seed, "burn_in": budget.burn_in, "every": budget.every, "hyper_steps": hyper_steps, "noise": noise,
@@ -157,9 +162,9 @@ def train(
                 run.reason = f"the evidence has not risen for {patience} evaluations"
             if checkpoint is not None:
                 kept.offer(*run.state(), now=True)
-        load_model(model, run.best)
+        load_model(model, run.kept)
         with _own_randomness(network, seed, 0):
-            return run.best_posterior(fit, noise, lambda posterior: remaining_nats(posterior, data, batch_size))
+            return run.posterior(fit, noise, lambda posterior: remaining_nats(posterior, data, batch_size))
     finally:
         for module, training in modes:
             module.training = training
@@ -174,12 +179,12 @@ def _own_randomness(network: Network, seed: int, epoch: int) -> Iterator[None]:
 
 
 def _check(
-    epochs: int | None, burn_in: int | None, every: int | None, steps: int, batch_size: int, patience: int | None,
-    schedule: str, optimiser: Any, rate: float | None,
+    epochs: int | None, burn_in: int | None, every: int | None, steps: int, batch_size: int | None,
+    patience: int | None, schedule: str, optimiser: Any, rate: float | None,
 ) -> None:  # fmt: skip
     check_count("hyper_steps", steps)
-    check_count("batch_size", batch_size)
-    for name, value in (("epochs", epochs), ("burn_in", burn_in), ("every", every), ("patience", patience)):
+    counts = {"epochs": epochs, "batch_size": batch_size, "burn_in": burn_in, "every": every, "patience": patience}
+    for name, value in counts.items():
         if value is not None:
             check_count(name, value)
     check_choice("schedule", schedule, ("cosine", "constant"))

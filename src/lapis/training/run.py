@@ -1,4 +1,4 @@
-"""The state of a training run by the evidence: epochs, evaluations, the best of them, and what a checkpoint holds."""
+"""The state of a training run by the evidence: its epochs, its evaluations, what is kept of them, its checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lapis.training.state import load_model, load_optimiser, model_tensors, opti
 
 Fit = Callable[[Likelihood, WeightPrior], LaplacePosterior]
 
-PLAIN = ("epoch", "reason", "loss", "evaluated", "log_evidence", "best_at", "constant", "held", "steps", "spread")
+PLAIN = ("epoch", "reason", "loss", "evaluated", "log_evidence", "kept_at", "constant", "held", "steps", "spread")
 """Entries of a run that a checkpoint keeps as JSON."""
 
 LOOSEN, LOOSEST = 100.0, 1e-4
@@ -65,17 +65,19 @@ class Run:
     prior: WeightPrior
     make: Callable[[], torch.optim.Optimizer]
     n_data: int
+    patient: bool = False
+    """Whether the epoch with the highest evidence is kept, instead of the last."""
     epoch: int = 0
     steps: int = 0
     reason: str = ""
     loss: list[float] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     log_evidence: list[float] = field(default_factory=list)
-    best: dict[str, Tensor] = field(default_factory=dict)
-    best_at: int = -1
-    """Index of the best evaluation."""
-    best_precision: Tensor | None = None
-    best_likelihood: Likelihood | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    kept_at: int = -1
+    """Index of the evaluation that the result is taken from."""
+    kept_precision: Tensor | None = None
+    kept_likelihood: Likelihood | None = None
     optimiser: torch.optim.Optimizer = field(init=False)
     loosest: Tensor = field(init=False)
     first: dict[str, Tensor] = field(init=False)
@@ -98,7 +100,7 @@ class Run:
 
     def waited(self) -> int:
         """Evaluations since the best one, without those that did not tune."""
-        return sum(epoch not in self.held for epoch in self.evaluated[self.best_at + 1 :])
+        return sum(epoch not in self.held for epoch in self.evaluated[self.kept_at + 1 :])
 
     def one_epoch(self, stream: Iterable[Batch], rate: float, noise: bool) -> None:
         """One optimiser step a batch, on -log p(y | theta) / batch size - log p(theta) / N."""
@@ -149,7 +151,7 @@ class Run:
         return found
 
     def tune(self, fit: Fit, steps: int, noise: bool, guarded: bool) -> None:
-        """Raise the evidence in prior and noise, and keep this epoch when it is the best so far.
+        """Raise the evidence in prior and noise, and keep this epoch, or only if it is the best so far when `patient`.
 
         While `guarded` and no better than a constant, training goes on under a looser prior instead.
         """
@@ -161,10 +163,10 @@ class Run:
         self.evaluated.append(self.epoch)
         self.log_evidence.append(evidence)
         precision = tuned.weight_prior.precision.detach()
-        if self.best_at < 0 or evidence > self.log_evidence[self.best_at]:
-            self.best_at = len(self.evaluated) - 1
-            self.best = model_tensors(self.network.module)
-            self.best_precision, self.best_likelihood = precision, tuned.likelihood
+        if not self.patient or self.kept_at < 0 or evidence > self.log_evidence[self.kept_at]:
+            self.kept_at = len(self.evaluated) - 1
+            self.kept = model_tensors(self.network.module)
+            self.kept_precision, self.kept_likelihood = precision, tuned.likelihood
         if guarded and evidence <= self.constant:
             self._loosen(tuned)
         else:
@@ -183,22 +185,22 @@ class Run:
         if before is not None and now is not None:
             self.likelihood = tuned.likelihood.with_noise(torch.minimum(before.detach().to(now), now.detach()))
 
-    def best_posterior(self, fit: Fit, noise: bool, remaining: Callable[[LaplacePosterior], float]) -> LaplacePosterior:
-        """The posterior of the best evaluation, whose weights the model has now, tuned until it converges.
+    def posterior(self, fit: Fit, noise: bool, remaining: Callable[[LaplacePosterior], float]) -> LaplacePosterior:
+        """The posterior of the evaluation that was kept, whose weights the model has now, tuned until it converges.
 
         Args:
             remaining: nats by which the loss could still fall; see `convergence`.
         """
-        assert self.best_precision is not None
-        assert self.best_likelihood is not None
+        assert self.kept_precision is not None
+        assert self.kept_likelihood is not None
         assert self.constant is not None
         with _held_back() as told:
-            best = fit(self.best_likelihood, self.prior.with_precision(self.best_precision)).tune(noise=noise)
-        left, gamma = remaining(best), float(best.effective_parameters().detach())
-        gain = float(best.log_evidence().detach()) - self.constant
+            result = fit(self.kept_likelihood, self.prior.with_precision(self.kept_precision)).tune(noise=noise)
+        left, gamma = remaining(result), float(result.effective_parameters().detach())
+        gain = float(result.log_evidence().detach()) - self.constant
         record = Training(
             epochs=self.epoch,
-            best_epoch=self.evaluated[self.best_at],
+            best_epoch=self.evaluated[self.kept_at],
             evaluated=tuple(self.evaluated),
             log_evidence=tuple(self.log_evidence),
             loss=tuple(self.loss),
@@ -209,18 +211,18 @@ class Run:
             remaining=left,
             converged=has_converged(left, gamma, gain),
         )
-        for message in (*self._doubts(record, best, gamma, gain), *told):
+        for message in (*self._doubts(record, result.n_weights, gamma, gain), *told):
             warnings.warn(message, LapisWarning, stacklevel=3)
-        return replace(best, training=record)
+        return replace(result, training=record)
 
-    def _doubts(self, record: Training, best: LaplacePosterior, gamma: float, gain: float) -> list[str]:
+    def _doubts(self, record: Training, n_weights: int, gamma: float, gain: float) -> list[str]:
         """Reasons to distrust the result: no better than a constant, or far from converged."""
         found = []
         if gain <= 0:
             found.append(
                 f"Training found nothing that the evidence prefers to a constant prediction: log evidence "
-                f"{gain + record.constant:.4g} at best (epoch {record.best_epoch}), {record.constant:.4g} for the best "
-                f"constant; gamma is {gamma:.3g} of {best.n_weights} weights. Either the network does not fit yet "
+                f"{gain + record.constant:.4g} (epoch {record.best_epoch}), {record.constant:.4g} for the best "
+                f"constant; gamma is {gamma:.3g} of {n_weights} weights. Either the network does not fit yet "
                 f"(raise epochs or learning_rate, scale inputs and targets, begin from a smaller prior precision), or "
                 f"the inputs do not tell the targets."
             )
@@ -238,14 +240,14 @@ class Run:
         state, numbers = optimiser_parts(self.optimiser)
         tensors = {f"model.{name}": t for name, t in model_tensors(self.network.module).items()}
         tensors |= {f"optimiser.{name}": t for name, t in state.items()}
-        tensors |= {f"best.{name}": t for name, t in self.best.items()} | {"precision": self.prior.precision}
+        tensors |= {f"kept.{name}": t for name, t in self.kept.items()} | {"precision": self.prior.precision}
         tensors["loosest"] = self.loosest
         tensors |= {f"first.{name}": t for name, t in self.first.items()}
-        if self.best_precision is not None:
-            tensors["best_precision"] = self.best_precision
+        if self.kept_precision is not None:
+            tensors["kept_precision"] = self.kept_precision
         facts = {name: getattr(self, name) for name in PLAIN}
         facts |= {"optimiser": numbers, "likelihood": self.likelihood.to_config()}
-        facts["best_likelihood"] = self.best_likelihood and self.best_likelihood.to_config()
+        facts["kept_likelihood"] = self.kept_likelihood and self.kept_likelihood.to_config()
         return tensors, facts
 
     def load(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -254,13 +256,13 @@ class Run:
         load_optimiser(self.optimiser, under("optimiser.", tensors), facts["optimiser"])
         self.prior = self.prior.with_precision(tensors["precision"].to(self.network.device))
         self.loosest = tensors["loosest"].to(self.network.device)
-        self.best, self.first = under("best.", tensors), under("first.", tensors)
-        self.best_precision = tensors["best_precision"].to(self.network.device) if "best_precision" in tensors else None
+        self.kept, self.first = under("kept.", tensors), under("first.", tensors)
+        self.kept_precision = tensors["kept_precision"].to(self.network.device) if "kept_precision" in tensors else None
         for name in PLAIN:
             setattr(self, name, facts[name])
         if self.likelihood.noise is not None:
             self.likelihood = from_config(facts["likelihood"])
-        if facts["best_likelihood"]:
-            self.best_likelihood = (
-                self.likelihood if self.likelihood.noise is None else from_config(facts["best_likelihood"])
+        if facts["kept_likelihood"]:
+            self.kept_likelihood = (
+                self.likelihood if self.likelihood.noise is None else from_config(facts["kept_likelihood"])
             )
