@@ -31,7 +31,7 @@ from lapis.training.state import load_model
 MakeOptimiser = Callable[[list[Tensor], float], torch.optim.Optimizer]
 
 OPTIMISERS: dict[str, MakeOptimiser] = {
-    "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate, fused=True),
+    "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
     "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
 }
 
@@ -51,7 +51,7 @@ def train(
     batch_size: int | None = None,
     burn_in: int | None = None,
     every: int | None = None,
-    hyper_steps: int = 10,
+    hyper_steps: int = 20,
     noise: bool = True,
     patience: int | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -173,11 +173,8 @@ def train(
 @contextmanager
 def _own_randomness(network: Network, seed: int, epoch: int) -> Iterator[None]:
     """Random numbers that depend on the seed and the epoch only; the global generators are left as they were."""
-    on_gpu = network.device.type == "cuda"
-    with torch.random.fork_rng(devices=[network.device] if on_gpu else []):
-        torch.default_generator.manual_seed(seed * 1_000_003 + epoch)  # torch.manual_seed formats the stack each time
-        if on_gpu:
-            torch.cuda.manual_seed(seed * 1_000_003 + epoch)
+    with torch.random.fork_rng(devices=[network.device] if network.device.type == "cuda" else []):
+        torch.manual_seed(seed * 1_000_003 + epoch)
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,22 +50,10 @@ def _held_back() -> Iterator[list[str]]:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
-@torch.no_grad()
-def _pull(pulls: Sequence[tuple[Tensor, Tensor, Tensor]], scale: float) -> float:
-    """Add the gradient of scale/2 |theta - m|^2_Lambda to the parameters' gradients; returns its value.
-
-    In closed form: of a small network's step, autograd's share for it would be a quarter.
-    """
-    total = []
-    for parameter, precision, mean in pulls:
-        deviation = parameter - mean
-        force = precision * deviation
-        total.append((force * deviation).sum())
-        if parameter.grad is None:
-            parameter.grad = scale * force
-        else:
-            parameter.grad.add_(force, alpha=scale)
-    return 0.5 * scale * float(torch.stack(total).sum())
+def _penalty(pulls: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """1/2 |theta - m|^2_Lambda."""
+    parts = [(precision * (parameter - mean).square()).sum() for parameter, precision, mean in pulls]
+    return 0.5 * torch.stack(parts).sum()
 
 
 @dataclass
@@ -132,19 +119,17 @@ class Run:
             if self.constant is None:
                 targets.append(y.detach())
                 outputs = f.shape[-1]
-            loss = self.likelihood.nll(f, y).mean()
-            value = float(loss.detach())
-            if not math.isfinite(value):
+            loss = self.likelihood.nll(f, y).mean() + _penalty(pulls) / self.n_data
+            if not bool(torch.isfinite(loss)):
                 raise ModelError(
                     f"Training diverged in epoch {self.epoch + 1}",
                     expected="a finite loss",
-                    got=f"{value} on batch {batch.index}",
+                    got=f"{float(loss.detach())} on batch {batch.index}",
                     do="use a smaller learning_rate, or scale the inputs and targets",
                 )
             loss.backward()  # type: ignore[no-untyped-call]
-            value += _pull(pulls, 1 / self.n_data)
             self.optimiser.step()
-            total, count = total + value * len(batch), count + len(batch)
+            total, count = total + float(loss.detach()) * len(batch), count + len(batch)
             self.steps += 1
         self.optimiser.zero_grad()
         self.epoch += 1
@@ -153,7 +138,7 @@ class Run:
             self.constant = self.n_data * constant_log_likelihood(self.likelihood, targets, outputs, noise)
 
     def _pulls(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Each parameter with its prior precision and mean, ready for `_pull`."""
+        """Each parameter with its prior precision and mean, ready for `_penalty`."""
         found = []
         for name, parameter in self.network.parameters.items():
             mean = self.prior.mean
