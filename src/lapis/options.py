@@ -45,16 +45,17 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
         )
 
 
-def check_positive(name: str, value: Any) -> None:
-    """Raise unless `value` is a finite number above zero.
+def check_positive(name: str, value: Any, *, or_zero: bool = False) -> None:
+    """Raise unless `value` is a finite number above zero, or zero where that is allowed.
 
     >>> check_positive("tolerance", -1)
     Traceback (most recent call last):
     lapis.errors.OptionError: Bad tolerance. Expected: a positive number. Got: -1. Do: pass such a number.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise OptionError(f"Bad {name}", expected="a positive number", got=repr(value), do="pass such a number")
+    if not number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
+        expected = "zero, or a positive number" if or_zero else "a positive number"
+        raise OptionError(f"Bad {name}", expected=expected, got=repr(value), do="pass such a number")
 
 
 def check_generator(generator: Any) -> None:

@@ -2,6 +2,6 @@
 
 from lapis.network.choice import Weights
 from lapis.network.network import Network, flat_gradient, split_vector
-from lapis.network.untouched import evaluating
+from lapis.network.untouched import evaluating, restored_modes
 
-__all__ = ["Network", "Weights", "evaluating", "flat_gradient", "split_vector"]
+__all__ = ["Network", "Weights", "evaluating", "flat_gradient", "restored_modes", "split_vector"]

@@ -35,10 +35,21 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
+def restored_modes(module: nn.Module) -> Iterator[None]:
+    """Restore every submodule's training or evaluation mode at the end."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    try:
+        yield
+    finally:
+        for submodule, training in modes:
+            if submodule.training != training:
+                submodule.training = training
+
+
+@contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluation mode for all submodules; restores modes, buffers, and weights that layers rewrite."""
     submodules = list(module.modules())
-    modes = [(submodule, submodule.training) for submodule in submodules]
     buffers = [
         (submodule, name, buffer, buffer.detach().clone())
         for submodule in submodules
@@ -53,13 +64,11 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         for parameter in submodule.parameters(recurse=False)
     ]
     try:
-        if any(training for _, training in modes):
-            module.eval()
-        yield
+        with restored_modes(module):
+            if any(submodule.training for submodule in submodules):
+                module.eval()
+            yield
     finally:
-        for submodule, training in modes:
-            if submodule.training != training:
-                submodule.training = training
         with torch.no_grad():
             for submodule, name, buffer, saved in buffers:
                 submodule._buffers[name] = buffer  # a forward pass may also have assigned another tensor

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from lapis.checkpoint import Checkpoint
@@ -16,7 +13,7 @@ from lapis.errors import OptionError
 from lapis.files import tensors_digest
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
-from lapis.network import Network
+from lapis.network import Network, restored_modes
 from lapis.options import check_choice, check_count, check_positive
 from lapis.posteriors import LaplacePosterior
 from lapis.posteriors.laplace.fit import laplace
@@ -24,16 +21,10 @@ from lapis.priors import Prior, WeightPrior, as_prior
 from lapis.progress import track
 from lapis.training.budget import default_batch_size, plan_budget
 from lapis.training.convergence import remaining_nats
-from lapis.training.data import shuffled, survey
+from lapis.training.data import own_randomness, shuffled, survey
 from lapis.training.run import Run
 from lapis.training.state import load_model
-
-MakeOptimiser = Callable[[list[Tensor], float], torch.optim.Optimizer]
-
-OPTIMISERS: dict[str, MakeOptimiser] = {
-    "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
-    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
-}
+from lapis.training.step import OPTIMISERS, MakeOptimiser, check_optimiser
 
 
 def train(
@@ -95,6 +86,7 @@ def train(
             would have without the interruption.
         seed: of shuffling and dropout. Every epoch has its own stream of random numbers.
 
+    >>> import torch
     >>> _ = torch.manual_seed(0)
     >>> x = torch.linspace(-3, 3, 30)[:, None]
     >>> data = x, 2 * x + 0.1 * torch.randn_like(x)
@@ -114,7 +106,7 @@ def train(
         )
     network = Network(model)
     batch_size = default_batch_size(network.size) if batch_size is None else batch_size
-    with _own_randomness(network, seed, 0):
+    with own_randomness(network, _seed(seed, 0)):
         found = survey(data, network, batch_size)
     network.example = found.example
     if isinstance(likelihood, str) and noise and family.noise is not None:
@@ -149,12 +141,11 @@ def train(
             batch_size=batch_size, memory_budget=memory_budget, progress=False,
         )  # fmt: skip
 
-    modes = [(module, module.training) for module in model.modules()]
-    try:
+    with restored_modes(model):
         for epoch in track(range(run.epoch + 1, budget.epochs + 1), "training", budget.epochs - run.epoch, progress):
             if run.reason:
                 break
-            with _own_randomness(network, seed, epoch):
+            with own_randomness(network, _seed(seed, epoch)):
                 run.one_epoch(shuffled(data, network, batch_size), budget.rate(epoch, schedule), noise)
                 if budget.evaluates(epoch):
                     run.tune(fit, hyper_steps, noise, guarded=2 * epoch <= budget.epochs)
@@ -163,19 +154,13 @@ def train(
             if checkpoint is not None:
                 kept.offer(*run.state(), now=True)
         load_model(model, run.kept)
-        with _own_randomness(network, seed, 0):
+        with own_randomness(network, _seed(seed, 0)):
             return run.posterior(fit, noise, lambda posterior: remaining_nats(posterior, data, batch_size))
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
-@contextmanager
-def _own_randomness(network: Network, seed: int, epoch: int) -> Iterator[None]:
-    """Random numbers that depend on the seed and the epoch only; the global generators are left as they were."""
-    with torch.random.fork_rng(devices=[network.device] if network.device.type == "cuda" else []):
-        torch.manual_seed(seed * 1_000_003 + epoch)
-        yield
+def _seed(seed: int, epoch: int) -> int:
+    """Of the random numbers of one epoch; 0 stands for what is not part of any."""
+    return seed * 1_000_003 + epoch
 
 
 def _check(
@@ -188,7 +173,6 @@ def _check(
         if value is not None:
             check_count(name, value)
     check_choice("schedule", schedule, ("cosine", "constant"))
-    if not callable(optimiser):
-        check_choice("optimiser", optimiser, OPTIMISERS)
+    check_optimiser(optimiser)
     if rate is not None:
         check_positive("learning_rate", rate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,14 @@ class Survey:
     """A few inputs."""
     spread: float
     """Standard deviation of the targets, each output about its own mean; 1 where there is none."""
+
+
+@contextmanager
+def own_randomness(network: Network, seed: int) -> Iterator[None]:
+    """Random numbers that depend on the seed only; the global generators are left as they were."""
+    with torch.random.fork_rng(devices=[network.device] if network.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def shuffled(data: Any, network: Network, batch_size: int) -> Iterator[Batch]:

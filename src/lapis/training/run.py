@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch
-from lapis.errors import LapisWarning, ModelError
+from lapis.errors import LapisWarning
 from lapis.evidence import Training
 from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network
@@ -21,6 +21,7 @@ from lapis.priors import WeightPrior
 from lapis.training.constant import constant_log_likelihood
 from lapis.training.convergence import has_converged
 from lapis.training.state import load_model, load_optimiser, model_tensors, optimiser_parts, under
+from lapis.training.step import set_rate, take_step
 
 Fit = Callable[[Likelihood, WeightPrior], LaplacePosterior]
 
@@ -105,31 +106,21 @@ class Run:
     def one_epoch(self, stream: Iterable[Batch], rate: float, noise: bool) -> None:
         """One optimiser step a batch, on -log p(y | theta) / batch size - log p(theta) / N."""
         network, pulls = self.network, self._pulls()
+
+        def penalty() -> Tensor:
+            return _penalty(pulls) / self.n_data
+
         targets: list[Tensor] = []
         outputs = 0
         network.module.train()
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
+        set_rate(self.optimiser, rate)
         total, count = 0.0, 0
         for batch in stream:
-            self.optimiser.zero_grad()
-            raw = network.call(batch.inputs)
-            f = self.likelihood.canonical(raw)
-            y = self.likelihood.targets(batch.targets, f, raw.shape)
+            step = take_step(network, self.likelihood, batch, self.optimiser, penalty, self.epoch + 1)
             if self.constant is None:
-                targets.append(y.detach())
-                outputs = f.shape[-1]
-            loss = self.likelihood.nll(f, y).mean() + _penalty(pulls) / self.n_data
-            if not bool(torch.isfinite(loss)):
-                raise ModelError(
-                    f"Training diverged in epoch {self.epoch + 1}",
-                    expected="a finite loss",
-                    got=f"{float(loss.detach())} on batch {batch.index}",
-                    do="use a smaller learning_rate, or scale the inputs and targets",
-                )
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.optimiser.step()
-            total, count = total + float(loss.detach()) * len(batch), count + len(batch)
+                targets.append(step.y)
+                outputs = step.f.shape[-1]
+            total, count = total + step.loss * len(batch), count + len(batch)
             self.steps += 1
         self.optimiser.zero_grad()
         self.epoch += 1
