@@ -24,8 +24,8 @@ def check_finite(f: Tensor) -> None:
 
 
 def check_width(f: Tensor, outputs: int) -> None:
-    """Raise ModelError if the number of outputs C differs from that of the fit."""
-    if f.shape[-1] != outputs:
+    """Raise ModelError if the number of outputs C differs from that of the fit; 0 if the fit has not seen any."""
+    if outputs and f.shape[-1] != outputs:
         raise ModelError(
             "The network's outputs have another width",
             expected=f"{outputs} outputs",

@@ -42,11 +42,11 @@ class Facts:
     """Facts about the data and network of a fit, besides its result."""
 
     n_data: int
-    """Examples seen."""
+    """Examples seen; 0 for a posterior made without data."""
     n_outputs: int
-    """Outputs of the network at one position."""
+    """Outputs of the network at one position; 0 if no data were seen, and the network has therefore not run."""
     signature: str
-    """Shapes and dtypes of the inputs seen, for error messages."""
+    """Shapes and dtypes of the inputs seen, for error messages; empty without data."""
     fingerprint: str
     """Digest of every parameter and buffer of the network."""
     memory_budget: int = MEMORY_BUDGET
@@ -54,7 +54,9 @@ class Facts:
 
     @staticmethod
     def of(network: Network, likelihood: Likelihood, data: Any, memory_budget: int = MEMORY_BUDGET) -> Facts:
-        """Facts from one pass over the data; the network runs on the first batch only."""
+        """Facts from one pass over the data; the network runs on the first batch only. None is no data."""
+        if data is None:
+            return Facts(0, 0, "", network.fingerprint(), memory_budget)
         stream, _ = batches(data, dtype=network.dtype, device=network.device)
         first = next(stream)
         with network.prepared(), torch.no_grad():
@@ -91,6 +93,8 @@ class Posterior(ABC):
     """Methods of prediction, the default first: "linearised" (Gaussian outputs), "sampled" (drawn networks)."""
     needs_data: ClassVar[bool] = False
     """Whether loading it requires its training data."""
+    holds_networks: ClassVar[bool] = False
+    """Whether its state holds all weights and buffers: any network of the same architecture loads it, as a copy."""
 
     network: Network
     likelihood: Likelihood
@@ -149,12 +153,12 @@ class Posterior(ABC):
 
     @property
     def n_outputs(self) -> int:
-        """Outputs of the network at one position."""
+        """Outputs of the network at one position; 0 if no data were seen."""
         return self.facts.n_outputs
 
     def __repr__(self) -> str:
-        size = f"{self.n_weights:,} weights, {self.n_data:,} examples"
-        return f"<{type(self).__name__}, {size}, {self.likelihood.name}>"
+        seen = f"{self.n_data:,} examples" if self.n_data else "no data"
+        return f"<{type(self).__name__}, {self.n_weights:,} weights, {seen}, {self.likelihood.name}>"
 
     def predict(
         self,

@@ -22,6 +22,11 @@ CHOSEN = "network.chosen."
 
 def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     """Write a posterior of any kind to a file."""
+    write(path, *pack(posterior))
+
+
+def pack(posterior: Posterior) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a file holds of a posterior: a config that JSON can hold, and tensors."""
     kind = type(posterior).kind
     if KINDS.get(kind) is not type(posterior):
         raise FileError(
@@ -42,7 +47,7 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     }
     _check_state(state, type(posterior).__name__)
     chosen = {CHOSEN + name: index for name, index in network.indices.items()}
-    write(path, config, {f"state.{name}": tensor for name, tensor in state.tensors.items()} | chosen)
+    return config, {f"state.{name}": tensor for name, tensor in state.tensors.items()} | chosen
 
 
 def _check_state(state: State, name: str) -> None:
@@ -66,19 +71,31 @@ def load(
 ) -> Posterior:
     """The posterior saved at `path`, for the same network with the same weights.
 
-    `likelihood` is needed only if it is a `Custom` one, whose function no file can hold; `data` only for implicit
-    posteriors, which compute with them: the same examples as at the fit, in any order and batches.
+    Files of ensembles and mixtures hold their networks' weights: any network of the same architecture will do, and is
+    copied. `likelihood` is needed only if it is a `Custom` one, whose function no file can hold; `data` only for
+    implicit posteriors, which compute with them: the same examples as at the fit, in any order and batches.
     """
-    config, tensors = read(Path(path))
+    return unpack(*read(Path(path)), model, str(path), likelihood, data)
+
+
+def unpack(
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    model: nn.Module,
+    where: str,
+    likelihood: Likelihood | None = None,
+    data: Any = None,
+) -> Posterior:
+    """The inverse of `pack`; errors call the file `where`."""
     kind = KINDS.get(config["posterior"])
     if kind is None:
         raise FileError(
-            f"{path} holds a posterior of an unknown kind",
+            f"{where} holds a posterior of an unknown kind",
             expected=", ".join(map(repr, sorted(KINDS))),
             got=repr(config["posterior"]),
             do="import the package that defines this kind first",
         )
-    network = _network(model, config, tensors)
+    network = _network(model, config, tensors, checked=not kind.holds_networks)
     facts = Facts(**config["facts"])
     network.signature = facts.signature
     if (data is not None) != kind.needs_data:
@@ -99,15 +116,18 @@ def load(
         return kind.from_state(state, network, meaning, facts)
     except KeyError as error:
         raise FileError(
-            f"{path} does not hold all of a {config['posterior']} posterior",
+            f"{where} does not hold all of a {config['posterior']} posterior",
             expected=f"an entry {error} in its state",
             got="none",
             do="save it again with the same version of its class",
         ) from error
 
 
-def _network(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor]) -> Network:
-    """The network with the chosen weights of the fit; FileError unless the model's parameters are those of the fit."""
+def _network(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor], *, checked: bool) -> Network:
+    """The network with the chosen weights of the fit; FileError unless names, shapes and dtype are those of the fit.
+
+    If `checked`, so must be all values.
+    """
     parameters = dict(Network(model).module.named_parameters())
     for name, shape in ((name, tuple(shape)) for name, shape in config["shapes"].items()):
         if name not in parameters or tuple(parameters[name].shape) != shape:
@@ -131,7 +151,9 @@ def _network(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor
         network = Network(model, whole | partly)
     else:
         network = Network(model, lambda name, _: name in config["shapes"])
-    if tuple(network.names) != tuple(config["shapes"]) or network.fingerprint() != config["facts"]["fingerprint"]:
+    if checked and (
+        tuple(network.names) != tuple(config["shapes"]) or network.fingerprint() != config["facts"]["fingerprint"]
+    ):
         fitted, now = config["digests"], network.digests()
         changed = next((name for name in {**fitted, **now} if fitted.get(name) != now.get(name)), "the weights")
         raise FileError(

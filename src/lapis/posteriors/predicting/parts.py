@@ -52,6 +52,8 @@ def latent_of_parts(
             generator.set_state(state)
         with naming(where) if where else nullcontext():
             latents.append(_checked(posterior.latent(part, kind, samples, generator), part, kind))
+            if not posterior.n_outputs:  # made without data: no outputs were checked before
+                posterior.likelihood.check_outputs(latents[-1].mean)
         counts.append(1)
         while len(counts) > 1 and counts[-1] == counts[-2]:
             latents[-2:], counts[-2:] = [join_latents(latents[-2:])], [2 * counts[-1]]
@@ -134,7 +136,7 @@ def check_inputs(inputs: Any, network: Network, signature: str) -> Inputs:
         if tensor.is_floating_point() and tensor.dtype != network.dtype:
             raise DataError(
                 "The inputs have another dtype than the network",
-                expected=f"{network.dtype} (the fit saw {signature})",
+                expected=f"{network.dtype}" + (f" (the fit saw {signature})" if signature else ""),
                 got=describe(ready),
                 do=f"convert the inputs with .to({network.dtype})",
             )
@@ -144,5 +146,8 @@ def check_inputs(inputs: Any, network: Network, signature: str) -> Inputs:
 
 def _nothing(signature: str, got: str) -> DataError:
     return DataError(
-        "There is nothing to predict", expected=f"inputs like {signature}", got=got, do="pass some examples"
+        "There is nothing to predict",
+        expected=f"inputs like {signature}" if signature else "inputs as in training",
+        got=got,
+        do="pass some examples",
     )

@@ -131,7 +131,7 @@ def together(
     The last network also runs alone. If its outputs differ, or torch cannot vmap the network, all run one by one.
     """
     result = _together(network, canonical, weights, inputs)
-    if result is not None and result[0].shape[-1] == width and all_finite(result[0]):
+    if result is not None and result[0].shape[-1] == (width or result[0].shape[-1]) and all_finite(result[0]):
         return result
     return one_by_one(network, canonical, width, map(network.unflatten, weights), inputs)
 
