@@ -149,6 +149,7 @@ POSTERIORS: dict[str, Fit] = {
     "drawn": drawn,
     "moved mean": moved,
     "single weights": subset,
+    "subnetwork": structure("auto", weights=lapis.Subnetwork(9)),
     "toy ensemble": ensemble,
 }
 

@@ -37,6 +37,7 @@ from lapis.network import split_vector
 from lapis.normalised import normalised_groups
 from lapis.posteriors import DrawnPosterior, ImplicitPosterior, LaplacePosterior, Posterior, load
 from lapis.posteriors.laplace.fit import laplace
+from lapis.posteriors.laplace.subnetwork import Subnetwork
 from lapis.predictions import Prediction
 from lapis.priors import Prior
 from lapis.training import Comparison, compare, train
@@ -102,6 +103,7 @@ __all__ = [
     "Prior",
     "PriorError",
     "StructureError",
+    "Subnetwork",
     "compare",
     "laplace",
     "load",

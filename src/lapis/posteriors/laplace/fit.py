@@ -31,6 +31,8 @@ from lapis.options import check_choice, check_count
 from lapis.posteriors.laplace.arguments import check_temperature
 from lapis.posteriors.laplace.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
+from lapis.posteriors.laplace.subnetwork import Subnetwork
+from lapis.posteriors.laplace.suspicion import suspicion
 from lapis.posteriors.posterior import MEMORY_BUDGET, Facts
 from lapis.priors import Prior, WeightPrior, as_prior
 
@@ -38,9 +40,6 @@ log = logging.getLogger("lapis")
 
 MANY_OUTPUTS = 256
 """Above this many outputs per example (positions included) curvature="ggn" samples the Fisher information instead."""
-
-SUSPECTED_EXAMPLES = 512
-"""Examples whose outputs are looked at where the first few could be probabilities."""
 
 CURVATURES = {
     "ggn": "ggn",
@@ -61,7 +60,7 @@ def laplace(
     likelihood: str | Likelihood,
     *,
     structure: Literal["implicit", "matrix_free"],
-    weights: Weights = ...,
+    weights: Weights | Subnetwork = ...,
     prior: Prior | float | Tensor = ...,
     curvature: str = ...,
     temperature: float = ...,
@@ -77,7 +76,7 @@ def laplace(
     likelihood: str | Likelihood,
     *,
     structure: str = ...,
-    weights: Weights = ...,
+    weights: Weights | Subnetwork = ...,
     prior: Prior | float | Tensor = ...,
     curvature: str = ...,
     temperature: float = ...,
@@ -96,7 +95,7 @@ def laplace(
     likelihood: str | Likelihood,
     *,
     structure: str = "auto",
-    weights: Weights = "auto",
+    weights: Weights | Subnetwork = "auto",
     prior: Prior | float | Tensor = 1.0,
     curvature: str = "ggn",
     temperature: float = 1.0,
@@ -122,7 +121,8 @@ def laplace(
             eigenvectors, George et al. 2018: two passes over the data; `update` keeps the eigenvectors of the fit),
             "lowrank" (leading eigenpairs of the GGN), "implicit" (nothing is stored; exact, by solves over the data:
             an `ImplicitPosterior`), or "auto" (dense for small networks, else kronecker).
-        weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter). By default
+        weights: "all", "last_layer", name patterns or module names, a function of (name, parameter), masks or indices
+            of single weights, or a `Subnetwork` (n single weights, dense unless another structure is named). By default
             ("auto") all, but for a classifier too large for the dense structure, where none is named, the last layer:
             its posterior is exact, and doubts what a structured one over all weights would doubt at the data already.
         prior: a precision, or a `Prior`.
@@ -155,6 +155,25 @@ def laplace(
     if NAMES.get(structure) == "ekfac":
         check_repeatable(data)
     probe = Network(model)
+    choices: list[str] = []
+    which: Weights
+    if isinstance(weights, Subnetwork):
+        structure = "dense" if structure == "auto" else structure
+        resolve_structure(structure, weights.size(probe), memory_budget)  # refused before the variances are fitted
+
+        def variances() -> Tensor:
+            check_repeatable(data)
+            diagonal = laplace(
+                model, data, likelihood, structure="diagonal", weights="all", prior=chosen_prior, batch_size=batch_size,
+                curvature="ggn" if CURVATURES[curvature] == "hessian" else curvature, temperature=temperature,
+                fisher_samples=fisher_samples, generator=generator, memory_budget=memory_budget, progress=progress,
+            )  # fmt: skip
+            return diagonal.marginal_variance()
+
+        which, how = weights.choose(probe, variances)
+        choices.append(how)
+    else:
+        which = weights
 
     def read() -> tuple[Iterator[Batch], int | None]:
         return batches(data, dtype=probe.dtype, device=probe.device, batch_size=batch_size)
@@ -162,9 +181,9 @@ def laplace(
     stream, total = read()
     first = next(stream)  # an error says so where there is none
     few = take(first.inputs, 0, min(len(first), PLANNING_EXAMPLES))
-    network = probe if isinstance(weights, str) and weights in ("all", "auto") else Network(model, weights, example=few)
+    network = probe if isinstance(which, str) and which in ("all", "auto") else Network(model, which, example=few)
     chosen, note = resolve_structure(structure, network.size, memory_budget)
-    if isinstance(weights, str) and weights == "auto" and structure == "auto" and likelihood.kind == "classification":
+    if isinstance(which, str) and which == "auto" and structure == "auto" and likelihood.kind == "classification":
         last = _last_layer(model, few, chosen_prior) if chosen != "dense" else None
         if last is not None:
             network = last
@@ -200,7 +219,7 @@ def laplace(
             else:
                 tape, outputs = planned_tape(network, likelihood.canonical, first.inputs)
             likelihood.check_outputs(outputs)
-            seen = _suspicion(network, likelihood, outputs.detach(), first)
+            seen = suspicion(network, likelihood, outputs.detach(), first)
         if seen is not None:
             warnings.warn(seen, LapisWarning, stacklevel=2)
         network.signature = describe(first.inputs)
@@ -210,7 +229,7 @@ def laplace(
         if chosen == "implicit":
             products = fit.implicit()
             return ImplicitPosterior(curvature=products, **common(products))
-        kind, choices = CURVATURES[curvature], [note]
+        kind, choices = CURVATURES[curvature], [*choices, note]
         if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS and chosen not in MATRIX_FREE:
             kind = "sampled"
             choices.append(
@@ -332,23 +351,6 @@ def _last_layer(model: nn.Module, few: Inputs, prior: Prior) -> Network | None:
     except (ModelError, PriorError):
         return None
     return network
-
-
-def _suspicion(network: Network, likelihood: Likelihood, few: Tensor, first: Batch) -> str | None:
-    """What the likelihood finds odd about outputs of the first batch; probabilities are looked for if `few` may be."""
-    if bool((few < 0).any()) or bool((few > 1).any()):
-        return likelihood.suspicion(few)
-    seen = likelihood.suspicion(likelihood.canonical(network.call(take(first.inputs, 0, len(few)))))
-    if seen is not None:
-        return seen
-    parts = [few]
-    with torch.no_grad():
-        for start in range(len(few), min(len(first), SUSPECTED_EXAMPLES), PLANNING_EXAMPLES):
-            stop = min(start + PLANNING_EXAMPLES, len(first))
-            parts.append(likelihood.canonical(network.call(take(first.inputs, start, stop))))
-            if bool((parts[-1] < 0).any()) or bool((parts[-1] > 1).any()):
-                break
-    return likelihood.suspicion(torch.cat(parts))
 
 
 def _check_structure(chosen: Structure, requested: str, curvature: str, rank: int | None) -> None:
