@@ -325,7 +325,7 @@ posterior, model, x = None, test_contract.PROBLEMS[{problem!r}].model().double()
 model.load_state_dict(torch.load({weights!r}))
 problem = test_contract.PROBLEMS[{problem!r}]
 data = (problem.inputs(test_contract.EXAMPLES), problem.targets(test_contract.EXAMPLES))
-kind = lapis.posteriors.posterior.KINDS[lapis.files.read(test_contract.Path({path!r}))[0]["posterior"]]
+kind = lapis.posteriors.posterior.KINDS[lapis.files.read(test_contract.Path({path!r})).config["posterior"]]
 posterior = lapis.load({path!r}, model, data=data if kind.needs_data else None)
 torch.save(test_contract.answer(posterior, problem.inputs(5), {problem!r}), {out!r})
 """

@@ -8,8 +8,14 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import pickle
+import re
 import shutil
+import stat
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +252,7 @@ def test_files_are_numbers_and_json_never_code(saved: tuple[Path, nn.Module], mo
     assert config["posterior"] == "laplace"
     assert config["state"]["structure"] == "kronecker"
     assert config["likelihood"] == {"name": "gaussian", "channels": "last", "noise": 0.5}
-    assert set(header) == {"format", "lapis", "digest"}
+    assert set(header) == {"format", "lapis", "digest", "seal"}
     assert "state.mean" in names
 
 
@@ -293,14 +299,15 @@ def rewrite(path: Path, **header: str) -> None:
 def test_a_newer_format_is_refused_by_its_name(saved: tuple[Path, nn.Module]) -> None:
     """Whatever else has changed in it, its digest included."""
     path, model = saved
-    rewrite(path, format="3", digest="of another kind", lapis="no JSON at all")
-    refused(path, model, "newer Lapis", "format 2", "format 3", "upgrade")
+    newer = files.FORMAT + 1
+    rewrite(path, format=str(newer), digest="of another kind", lapis="no JSON at all")
+    refused(path, model, "newer Lapis", f"format {files.FORMAT}", f"format {newer}", "upgrade")
 
 
 def test_an_older_format_is_refused_by_its_name(saved: tuple[Path, nn.Module]) -> None:
     path, model = saved
     rewrite(path, format="1")
-    refused(path, model, "older Lapis", "format 2", "format 1", "fit again")
+    refused(path, model, "older Lapis", f"format {files.FORMAT}", "format 1", "fit again")
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
@@ -405,12 +412,12 @@ def test_a_file_is_whole_or_not_there(
     path, model = saved
     before = path.read_bytes()
 
-    def fail(tensors: Any, target: Path, metadata: Any) -> None:
-        Path(target).write_bytes(b"half a file")
+    def fail(file: Any, tensors: Any, header: Any) -> None:
+        file.write(b"half a file")
         raise error
 
     posterior = lapis.load(path, model).with_prior(7.0)
-    monkeypatch.setattr(files, "save_file", fail)
+    monkeypatch.setattr(files, "_store", fail)
     with pytest.raises((LapisError, KeyboardInterrupt)):
         posterior.save(path)
     assert path.read_bytes() == before
@@ -429,3 +436,70 @@ def test_a_path_that_cannot_be_written_is_named(saved: tuple[Path, nn.Module], t
     with pytest.raises(FileError, match="Cannot write"):
         posterior.save(tmp_path / "folder")
     assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_what_is_not_a_regular_file_is_never_replaced(saved: tuple[Path, nn.Module], tmp_path: Path) -> None:
+    path, model = saved
+    posterior, before = lapis.load(path, model), path.read_bytes()
+    link, pipe, dangling = tmp_path / "link", tmp_path / "pipe", tmp_path / "dangling"
+    link.symlink_to(path)
+    os.mkfifo(pipe)
+    dangling.symlink_to(tmp_path / "nothing")
+    for target, got in ((link, "symbolic link"), (pipe, "a pipe"), (dangling, "symbolic link")):
+        with pytest.raises(FileError, match=got):
+            posterior.with_prior(3.0).save(target)
+    assert link.is_symlink()
+    assert path.read_bytes() == before
+    assert torch.equal(lapis.load(link, model).mean, posterior.mean)
+    refused(pipe, model, "no regular file")  # and does not wait for a writer
+    for target in ("", "\0", 3, None, b"x"):
+        with pytest.raises(FileError):
+            posterior.save(target)  # type: ignore[arg-type]
+
+
+def test_partial_files_of_processes_that_were_killed_are_removed_by_the_next(
+    saved: tuple[Path, nn.Module], tmp_path: Path
+) -> None:
+    path, model = saved
+    script = f"""
+import os, signal
+from lapis import files
+import torch
+files._store = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+files.write({str(path)!r}, {{}}, {{"x": torch.zeros(3)}})
+"""
+    subprocess.run([sys.executable, "-c", script], check=False)
+    (abandoned,) = tmp_path.glob("*.partial")
+    mine = path.with_name(re.sub(r"-\d+-", f"-{os.getppid()}-", abandoned.name))  # of a process that still runs
+    mine.touch()
+    other = tmp_path / "posterior.lapis.other.partial"
+    other.touch()
+    lapis.load(path, model).save(path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([path.name, mine.name, other.name])
+
+
+def test_two_writers_and_a_reader_meet_whole_files_only(tmp_path: Path) -> None:
+    path, ended = tmp_path / "file", []
+
+    def write(value: float) -> None:
+        for _ in range(25):
+            files.write(path, {"value": value}, {"x": torch.full((1000,), value)})
+        ended.append(value)
+
+    writers = [threading.Thread(target=write, args=(value,)) for value in (1.0, 2.0)]
+    files.write(path, {"value": 0.0}, {"x": torch.zeros(1000)})
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        contents = files.read(path)
+        assert bool((contents.tensors["x"] == contents.config["value"]).all())
+    assert len(ended) == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_mode_of_a_file_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    files.write(path, {}, {"x": torch.zeros(1)})
+    path.chmod(0o640)
+    files.write(path, {}, {"x": torch.ones(1)})
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lapis.errors import FileError
 from lapis.files import check_writable, read, write
+from lapis.schema import entry
 
 SAVE_SECONDS = 30.0
 """A checkpoint is written at most this often, beside when interrupted and when asked to."""
@@ -26,14 +27,16 @@ class Checkpoint:
         path: where the file is, or will be. One that cannot be written is a FileError at once.
         work: what is done, in a word: "draw".
         same: what decides the result (settings, digests of the data). A file where any of these differs is refused.
+        key: what the file is sealed with, so that nobody else can change it.
 
     `tensors` and `facts` are the state an earlier run left; both are empty when there was none.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, work: str, same: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, work: str, same: Mapping[str, Any], key: str) -> None:
         self.path = None if path is None else Path(path)
         self.kind = f"checkpoint of a {work}"
         self.same: dict[str, Any] = json.loads(json.dumps(dict(same)))  # as it comes back from a file
+        self.key = key
         self.tensors: dict[str, Tensor] = {}
         self.facts: dict[str, Any] = {}
         self._latest: Callable[[], None] | None = None
@@ -43,8 +46,8 @@ class Checkpoint:
         check_writable(self.path)
         if not self.path.exists():
             return
-        config, self.tensors = read(self.path, self.kind)
-        self.facts, before = config["facts"], config["same"]
+        contents = read(self.path, self.kind)
+        self.facts, before = entry(contents.config, "facts", dict), entry(contents.config, "same", dict)
         changed = [name for name, value in self.same.items() if before.get(name) != value]
         if changed:
             raise FileError(
@@ -53,13 +56,15 @@ class Checkpoint:
                 got=repr(self.same[changed[0]]),
                 do="pass the same arguments as before, or delete the file to start anew",
             )
+        contents.check_seal(self.key)
+        self.tensors = contents.tensors
 
     def offer(self, tensors: dict[str, Tensor], facts: dict[str, Any], now: bool = False) -> None:
         """Write this state when it is time, or `now`; else remember it in case of an interruption."""
         if self.path is None:
             return
         path = self.path
-        self._latest = lambda: write(path, {"same": self.same, "facts": facts}, tensors, self.kind)
+        self._latest = lambda: write(path, {"same": self.same, "facts": facts}, tensors, self.kind, self.key)
         if now or time.monotonic() - self._written > SAVE_SECONDS:
             self._latest()
             self._written = time.monotonic()

@@ -19,6 +19,7 @@ from lapis.batches import all_finite
 from lapis.errors import PriorError
 from lapis.network import Network
 from lapis.normalised import find_normalised
+from lapis.schema import entry, tensor, wrong
 
 Groups: TypeAlias = "str | Mapping[str, str | Sequence[str]] | Callable[[str], str]"
 """How weights share precisions: "one", "layer", "parameter", "weight"; "normalised" (each layer that a normalisation
@@ -163,6 +164,32 @@ class WeightPrior:
             return Prior(self.precision, "weight", self.mean, self.scales)
         groups = {label: self._members(i) for i, label in enumerate(self.labels)}
         return Prior(self.precision, groups, self.mean, self.scales)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors, for a file."""
+        scales = {} if self.scales is None else {"prior.scales": self.scales}
+        return {"prior.precision": self.precision, "prior.mean": self.mean, **scales}
+
+    def config(self) -> dict[str, Any]:
+        """What else a file holds of it."""
+        return {"labels": [str(label) for label in self.labels], "group_of": self.group_of}
+
+    @staticmethod
+    def from_file(config: Mapping[str, Any], tensors: Mapping[str, Tensor], network: Network) -> WeightPrior:
+        """The prior with these `config` and `tensors`; FileError unless it is one of this network's weights."""
+        labels = tuple(entry(config, "labels", tuple[str, ...]))
+        group_of = entry(config, "group_of", dict[str, int] | None)
+        if group_of is not None:
+            known = tuple(group_of) == network.names and all(0 <= group < len(labels) for group in group_of.values())
+            if not known or set(group_of.values()) != set(range(len(labels))):
+                raise wrong("group_of", "one of the groups for each parameter", str(group_of)[:80])
+        count = network.size if group_of is None else len(labels)
+        precision = tensor(tensors, "prior.precision", (count,), least=0, above=True)
+        vector = "prior.mean" in tensors and tensors["prior.mean"].dim() > 0
+        mean, scales = tensor(tensors, "prior.mean", (network.size,) if vector else ()), None
+        if "prior.scales" in tensors:
+            scales = tensor(tensors, "prior.scales", (network.size,), least=0, above=True)
+        return WeightPrior(network, labels, group_of, precision, mean, scales)
 
     def _members(self, group: int) -> list[str]:
         assert self.group_of is not None

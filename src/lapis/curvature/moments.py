@@ -37,7 +37,7 @@ class Moment:
     """
 
     def __init__(self, shape: Sequence[int], total: Tensor | None = None, *, by_columns: bool = False) -> None:
-        self._shape = tuple(shape)
+        self.shape = tuple(shape)
         self._total = total
         self._by_columns = by_columns
         self._recent: Tensor | None = None
@@ -52,10 +52,10 @@ class Moment:
         if self._recent is None:
             device = None if self._total is None else self._total.device
             if self._by_columns:
-                *others, rows, columns = self._shape
+                *others, rows, columns = self.shape
                 self._recent = torch.zeros(*others, columns, rows, dtype=dtype, device=device).mT
             else:
-                self._recent = torch.zeros(self._shape, dtype=dtype, device=device)
+                self._recent = torch.zeros(self.shape, dtype=dtype, device=device)
         self._terms += 1
         return self._recent
 
@@ -76,7 +76,7 @@ class Moment:
     def total(self) -> Tensor:
         self._add_recent()
         if self._total is None:
-            self._total = torch.zeros(self._shape, dtype=torch.float64)
+            self._total = torch.zeros(self.shape, dtype=torch.float64)
         return self._total
 
 

@@ -297,10 +297,17 @@ class Network:
 
     def fingerprint(self) -> str:
         """A digest of every parameter and buffer: names, shapes, values."""
+        return self._digest()[:32]
+
+    def key(self) -> str:
+        """What only those know who hold the weights: files that name the fingerprint are sealed with it."""
+        return self._digest()[32:]
+
+    def _digest(self) -> str:
         digest = hashlib.sha256()  # the fastest choice: processors have instructions for it
         for name, tensor in self._state():
             _add_to_digest(digest, name, tensor)
-        return digest.hexdigest()[:32]
+        return digest.hexdigest()
 
     def digests(self) -> dict[str, str]:
         """A short digest of each parameter and buffer, so that errors can name the one that changed."""

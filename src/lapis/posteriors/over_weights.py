@@ -14,11 +14,13 @@ from torch import Tensor
 from lapis.batches import Batch, Inputs, batch_length
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import DataError
+from lapis.network import Network
 from lapis.options import check_count, check_generator
-from lapis.posteriors.posterior import LatentKind, Posterior
+from lapis.posteriors.posterior import LatentKind, Posterior, State
 from lapis.posteriors.predicting.parts import check_inputs
 from lapis.posteriors.predicting.sampled import drawn_outputs
 from lapis.predictions import Latent, LatentGaussian
+from lapis.schema import wrong
 
 FULL_COVARIANCE = 32
 """Up to this many outputs, predictions hold the full covariance between outputs by default."""
@@ -88,6 +90,15 @@ class LinearisedPosterior(WeightPosterior):
                     got=str(tuple(vector.shape)),
                     do="pass one number for each chosen weight",
                 )
+
+    @staticmethod
+    def mean_and_point(state: State, network: Network) -> tuple[Tensor, Tensor]:
+        """Both from a file, which holds a "point" where it is not the mean; FileError unless it is the network's."""
+        mean = state.tensor("mean", (network.size,), network.dtype)
+        point = state.tensor("point", (network.size,), network.dtype) if "point" in state.tensors else mean
+        if not network.equals(point):
+            raise wrong("point", "the network's weights", "others")
+        return mean, point
 
     @abstractmethod
     def _outputs(self, inputs: Inputs, kind: LatentKind) -> LatentGaussian:

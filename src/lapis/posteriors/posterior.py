@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -26,6 +27,7 @@ from lapis.posteriors.diagnosis.report import Diagnosis, Notes
 from lapis.posteriors.predicting.parts import latent_of_parts
 from lapis.predictions import Latent, Prediction
 from lapis.predictions import predict as predict_outputs
+from lapis.schema import count, entry, number, tensor, word
 
 LatentKind = Literal["diagonal", "full", "joint", "sampled"]
 """The form of the outputs' distribution: variances only, the covariance between an example's outputs, the covariance
@@ -75,6 +77,36 @@ class State:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     data: Any = None
     """The training data, passed to `lapis.load` for a posterior that needs them; never written."""
+
+    # for `from_state`: entries of a file, of the form expected, or a FileError that names them
+
+    def entry(self, name: str, hint: Any) -> Any:
+        """An entry of `config`, of the type of an annotation: int, float | None, tuple[str, ...], and so on."""
+        return entry(self.config, name, hint)
+
+    def number(self, name: str, *, least: float = 0.0, above: bool = True) -> float:
+        """A finite number above `least`, or from there on."""
+        return number(self.config, name, least=least, above=above)
+
+    def count(self, name: str, *, least: int = 1, most: int | None = None) -> int:
+        """A whole number from `least` to `most`."""
+        return count(self.config, name, least=least, most=most)
+
+    def word(self, name: str, allowed: Sequence[str]) -> str:
+        """One of the words allowed."""
+        return word(self.config, name, allowed)
+
+    def tensor(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = torch.float64,
+        *,
+        least: float | None = None,
+        above: bool = False,
+    ) -> Tensor:
+        """A finite tensor of this shape (-1 for any length) and dtype (None for any), with entries from `least` on."""
+        return tensor(self.tensors, name, shape, dtype, least=least, above=above)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lapis.errors import FileError
-from lapis.files import read, write
+from lapis.batches import all_finite
+from lapis.errors import FileError, OptionError
+from lapis.files import DTYPES, read, write
 from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network
 from lapis.posteriors.posterior import KINDS, Facts, Posterior, State
+from lapis.schema import count, entry, record, sound, wrong
 
 CHOSEN = "network.chosen."
 """Prefix of tensors with the indices of a parameter's chosen entries."""
@@ -22,7 +26,7 @@ CHOSEN = "network.chosen."
 
 def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     """Write a posterior of any kind to a file."""
-    write(path, *pack(posterior))
+    write(path, *pack(posterior), key=_key(type(posterior), posterior.network))
 
 
 def pack(posterior: Posterior) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -52,7 +56,7 @@ def pack(posterior: Posterior) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _check_state(state: State, name: str) -> None:
     """Refuse a state that no file can hold."""
-    other = [key for key, value in state.tensors.items() if not isinstance(value, Tensor)]
+    other = [key for key, value in state.tensors.items() if not isinstance(value, Tensor) or value.dtype not in DTYPES]
     try:
         json.dumps(state.config)
     except (TypeError, ValueError) as error:
@@ -60,7 +64,7 @@ def _check_state(state: State, name: str) -> None:
     if other:
         raise FileError(
             f"The state of {name} cannot be written",
-            expected="tensors, and a config of numbers, strings, lists and dictionaries that JSON can hold",
+            expected="tensors of real numbers, and a config of numbers, strings, lists and dictionaries",
             got=other[0],
             do="convert it in state(), and back in from_state()",
         )
@@ -75,7 +79,24 @@ def load(
     copied. `likelihood` is needed only if it is a `Custom` one, whose function no file can hold; `data` only for
     implicit posteriors, which compute with them: the same examples as at the fit, in any order and batches.
     """
-    return unpack(*read(Path(path)), model, str(path), likelihood, data)
+    contents = read(_path(path))
+
+    def check(kind: type[Posterior], network: Network) -> None:
+        contents.check_seal(_key(kind, network))
+
+    return unpack(contents.config, contents.tensors, model, str(path), likelihood, data, check)
+
+
+def _key(kind: type[Posterior], network: Network) -> str:
+    """What a file is sealed with: what only those know who hold the network's weights, unless the file holds them."""
+    return "" if kind.holds_networks else network.key()
+
+
+def _path(path: Any) -> Path:
+    try:
+        return Path(path)
+    except TypeError as error:
+        raise FileError("This is no path", expected="a string or a Path", got=repr(path), do="pass one") from error
 
 
 def unpack(
@@ -85,9 +106,10 @@ def unpack(
     where: str,
     likelihood: Likelihood | None = None,
     data: Any = None,
+    check: Callable[[type[Posterior], Network], None] | None = None,
 ) -> Posterior:
-    """The inverse of `pack`; errors call the file `where`."""
-    kind = KINDS.get(config["posterior"])
+    """The inverse of `pack`; errors call the file `where`. `check` sees the kind and the network before all else."""
+    kind = KINDS.get(entry(config, "posterior", str))
     if kind is None:
         raise FileError(
             f"{where} holds a posterior of an unknown kind",
@@ -96,7 +118,9 @@ def unpack(
             do="import the package that defines this kind first",
         )
     network = _network(model, config, tensors, checked=not kind.holds_networks)
-    facts = Facts(**config["facts"])
+    if check is not None:
+        check(kind, network)
+    facts = _facts(config)
     network.signature = facts.signature
     if (data is not None) != kind.needs_data:
         raise FileError(
@@ -110,17 +134,22 @@ def unpack(
         for name, tensor in tensors.items()
         if name.startswith("state.")
     }
-    state = State(config["state"], held, data)
-    meaning = _likelihood(config["likelihood"], likelihood)
-    try:
+    for name, tensor in held.items():
+        if not all_finite(tensor):
+            raise wrong(name, "finite numbers", "NaN or infinity")
+    state = State(entry(config, "state", dict), held, data)
+    with sound(f"{config['posterior']} posterior"):
+        meaning = _likelihood(entry(config, "likelihood", dict), likelihood)
+        if meaning.noise is not None and facts.n_outputs:
+            meaning.check_outputs(torch.empty(1, 1, 1).expand(1, 1, facts.n_outputs))
         return kind.from_state(state, network, meaning, facts)
-    except KeyError as error:
-        raise FileError(
-            f"{where} does not hold all of a {config['posterior']} posterior",
-            expected=f"an entry {error} in its state",
-            got="none",
-            do="save it again with the same version of its class",
-        ) from error
+
+
+def _facts(config: dict[str, Any]) -> Facts:
+    facts = record(Facts, entry(config, "facts", dict))
+    for name, least in (("n_data", 0), ("n_outputs", 0), ("memory_budget", 1)):
+        count(config["facts"], name, least=least)
+    return facts
 
 
 def _network(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor], *, checked: bool) -> Network:
@@ -128,8 +157,9 @@ def _network(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor
 
     If `checked`, so must be all values.
     """
+    shapes, fingerprint = entry(config, "shapes", dict[str, list[int]]), entry(config, "facts", dict).get("fingerprint")
     parameters = dict(Network(model).module.named_parameters())
-    for name, shape in ((name, tuple(shape)) for name, shape in config["shapes"].items()):
+    for name, shape in ((name, tuple(shape)) for name, shape in shapes.items()):
         if name not in parameters or tuple(parameters[name].shape) != shape:
             raise FileError(
                 "The posterior belongs to another network",
@@ -138,23 +168,26 @@ def _network(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor
                 do="build the network that the posterior was fitted to",
             )
         dtype, trainable = parameters[name].dtype, parameters[name].requires_grad
-        if str(dtype) != config["dtype"] or not trainable:
+        if str(dtype) != entry(config, "dtype", str) or not trainable:
             raise FileError(
                 f"The network's {name!r} is not as it was at the fit",
                 expected=f"a trainable parameter of {config['dtype']}",
                 got=f"a {'trainable' if trainable else 'frozen'} one of {dtype}",
                 do="set requires_grad and dtype of the network as they were",
             )
-    partly = {name: tensors[CHOSEN + name] for name in config["shapes"] if CHOSEN + name in tensors}
-    if partly:
-        whole = {name: parameters[name].new_ones(shape).bool() for name, shape in config["shapes"].items()}
-        network = Network(model, whole | partly)
-    else:
-        network = Network(model, lambda name, _: name in config["shapes"])
-    if checked and (
-        tuple(network.names) != tuple(config["shapes"]) or network.fingerprint() != config["facts"]["fingerprint"]
-    ):
-        fitted, now = config["digests"], network.digests()
+    partly = {name: tensors[CHOSEN + name] for name in shapes if CHOSEN + name in tensors}
+    try:
+        if partly:
+            whole = {name: parameters[name].new_ones(shape).bool() for name, shape in shapes.items()}
+            network = Network(model, whole | partly)
+        else:
+            network = Network(model, lambda name, _: name in shapes)
+    except OptionError as error:  # indices that do not fit
+        raise wrong("choice of weights", "indices within the parameters", str(error)) from error
+    if tuple(network.names) != tuple(shapes):
+        raise wrong("shapes", "parameters in the network's order", ", ".join(shapes)[:80])
+    if checked and network.fingerprint() != fingerprint:
+        fitted, now = entry(config, "digests", dict[str, str]), network.digests()
         changed = next((name for name in {**fitted, **now} if fitted.get(name) != now.get(name)), "the weights")
         raise FileError(
             "The network does not hold the weights that the posterior was fitted to",
@@ -175,7 +208,7 @@ def _likelihood(config: dict[str, Any], given: Likelihood | None) -> Likelihood:
                 do="pass the same likelihood, or none unless it is a lapis.Custom",
             )
         return given
-    if config["name"] == "custom":
+    if config.get("name") == "custom":
         raise FileError(
             "The posterior has a custom likelihood, which no file can hold",
             expected="lapis.load(path, model, likelihood=...)",

@@ -131,7 +131,7 @@ def train(
         # without one it follows from the first weights, which a network that goes on need not have
         "prior": None if prior is None else tensors_digest({"precision": start.precision, "mean": start.mean}),
     }  # fmt: skip
-    kept = Checkpoint(checkpoint, "training run", settings)
+    kept = Checkpoint(checkpoint, "training run", settings, "")
     if kept.tensors:
         run.load(kept.tensors, kept.facts)
 

@@ -18,9 +18,10 @@ from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network
 from lapis.posteriors import LaplacePosterior
 from lapis.priors import WeightPrior
+from lapis.schema import under
 from lapis.training.constant import constant_log_likelihood
 from lapis.training.convergence import has_converged
-from lapis.training.state import load_model, load_optimiser, model_tensors, optimiser_parts, under
+from lapis.training.state import load_model, load_optimiser, model_tensors, optimiser_parts
 from lapis.training.step import set_rate, take_step
 
 Fit = Callable[[Likelihood, WeightPrior], LaplacePosterior]

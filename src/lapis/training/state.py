@@ -11,11 +11,6 @@ from torch import Tensor, nn
 from lapis.errors import FileError
 
 
-def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Entries below a prefix, without it."""
-    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, copied."""
     return {name: t.detach().clone() for name, t in model.state_dict().items() if isinstance(t, Tensor)}

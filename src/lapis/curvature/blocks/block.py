@@ -21,6 +21,7 @@ from lapis.curvature.moments import weighted
 from lapis.curvature.recording.sites import Site
 from lapis.errors import StructureError
 from lapis.priors import WeightPrior
+from lapis.schema import tensor
 
 
 class Block(ABC):
@@ -33,6 +34,8 @@ class Block(ABC):
     """Whether `accumulate` forms rows of the Jacobian over all weights: working memory must be planned for them."""
     takes_moments: bool = False
     """Whether layer inputs a enter only through the sum of a a^T over positions, which may be formed directly."""
+    nonnegative: ClassVar[tuple[str, ...]] = ()
+    """Tensors of the state without negative entries."""
     summed: ClassVar[str] = ""
     """The tensor that is a sum over seeds, if sums over single outputs give those over all (see `combine`); else ""."""
 
@@ -111,6 +114,18 @@ class Block(ABC):
     @abstractmethod
     def load(self, state: dict[str, Tensor]) -> None:
         """Replace the block's tensors by those of a `state`."""
+
+    def layout(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors in `state`, best without allocating them; -1 for a length that the data decide."""
+        return {name: tuple(each.shape) for name, each in self.state().items()}
+
+    def check_state(self, state: dict[str, Tensor], part: bool = False) -> dict[str, Tensor]:
+        """A `state`, or a `part_state`, from a file; FileError unless the tensors are of this block's layout."""
+        names = [name for name in self.layout() if not part or name in state]
+        return {
+            name: tensor(state, name, self.layout()[name], least=0.0 if name in self.nonnegative else None)
+            for name in names
+        }
 
     def part_state(self, first: bool) -> dict[str, Tensor]:
         """What `load` needs for a block that is to be combined with others, or is the first of these."""

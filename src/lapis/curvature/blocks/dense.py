@@ -106,6 +106,9 @@ class DenseBlock(Block):
     def state(self) -> dict[str, Tensor]:
         return {"curvature": self.curvature}
 
+    def layout(self) -> dict[str, tuple[int, ...]]:
+        return {"curvature": (self.size, self.size)}
+
     def load(self, state: dict[str, Tensor]) -> None:
         self._gram.load(state["curvature"])
         self._eigenvalues = None

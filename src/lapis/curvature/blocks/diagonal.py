@@ -19,6 +19,7 @@ class DiagonalBlock(Block):
     """sum_n sum_m (S_n^T J_n)[m, p]^2 for each weight p of one site."""
 
     kind = "diagonal"
+    nonnegative = ("curvature",)
     summed = "curvature"
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -51,6 +52,9 @@ class DiagonalBlock(Block):
 
     def state(self) -> dict[str, Tensor]:
         return {"curvature": self.curvature}
+
+    def layout(self) -> dict[str, tuple[int, ...]]:
+        return {"curvature": self.site.shape}
 
     def load(self, state: dict[str, Tensor]) -> None:
         self._curvature = self._moment(state["curvature"])

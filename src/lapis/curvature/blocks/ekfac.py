@@ -38,6 +38,7 @@ class EKFACBlock(Block):
     """
 
     kind = "ekfac"
+    nonnegative = ("moments",)
     summed = "moments"
 
     def __init__(self, sites: Sequence[Site], sharing: str = "expand", bias: str = "joint") -> None:
@@ -103,6 +104,11 @@ class EKFACBlock(Block):
     def state(self) -> dict[str, Tensor]:
         bases = {"outputs": self.outputs} if self.inputs is None else {"outputs": self.outputs, "inputs": self.inputs}
         return {**bases, "moments": self.moments}
+
+    def layout(self) -> dict[str, tuple[int, ...]]:
+        groups, outputs, inputs = self.site.shape
+        bases = {} if self.inputs is None else {"inputs": (groups, inputs, inputs)}
+        return {"outputs": (groups, outputs, outputs), **bases, "moments": self.site.shape}
 
     def load(self, state: dict[str, Tensor]) -> None:
         self.outputs, self.inputs = state["outputs"], state.get("inputs")

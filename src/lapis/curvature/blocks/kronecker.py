@@ -34,6 +34,7 @@ class KroneckerBlock(Block):
     """
 
     kind = "kronecker"
+    nonnegative = ("positions",)
     summed = "gradients"
     forms_jacobian = False
 
@@ -131,6 +132,9 @@ class KroneckerBlock(Block):
 
     def state(self) -> dict[str, Tensor]:
         return {"inputs": self.inputs, "gradients": self.gradients, "positions": self.positions}
+
+    def layout(self) -> dict[str, tuple[int, ...]]:
+        return {"inputs": self._inputs.shape, "gradients": self._gradients.shape, "positions": ()}
 
     def part_state(self, first: bool) -> dict[str, Tensor]:
         return self.state() if first else {"gradients": self.gradients}

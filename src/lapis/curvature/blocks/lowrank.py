@@ -47,6 +47,7 @@ class LowRankBlock(Block):
     """Eigenvalues (r,) and eigenvectors (r, size) of the curvature, in float64. Not a sum over data."""
 
     kind = "lowrank"
+    nonnegative = ("values",)
     takes_rows = True
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -98,6 +99,9 @@ class LowRankBlock(Block):
 
     def state(self) -> dict[str, Tensor]:
         return {"values": self.values, "vectors": self.vectors}
+
+    def layout(self) -> dict[str, tuple[int, ...]]:
+        return {"values": (-1,), "vectors": (-1, self.size)}
 
     def load(self, state: dict[str, Tensor]) -> None:
         self.values, self.vectors = state["values"], state["vectors"]

@@ -6,6 +6,8 @@ inputs; (entries,) otherwise. `gather` and `scatter` translate between that orde
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lapis.network import Network
+from lapis.schema import entry, record, wrong
 
 Kind = Literal["outer", "lookup", "rows"]
 
@@ -123,14 +126,40 @@ class Site:
         return asdict(self)
 
     @staticmethod
-    def from_config(config: dict[str, Any]) -> Site:
-        def slot(entry: dict[str, Any] | None) -> Slot | None:
-            if entry is None:
-                return None
-            shapes = {key: tuple(entry[key]) for key in ("view", "axes", "shape")}
-            return Slot(entry["name"], entry["start"], entry["stop"], **shapes)
+    def from_config(config: dict[str, Any], network: Network) -> Site:
+        """The inverse of `to_config`; FileError unless the site is of weights of this network."""
+        kind, weight, bias = (entry(config, name, hint) for name, hint in SITE.items())
+        site = Site(kind, *(each and _slot(each, network) for each in (weight, bias)))
+        shapes = [slot.shape for slot in site.slots]
+        fits = bool(shapes) and all(len(shape) == (1 if kind == "rows" else 3) for shape in shapes)
+        if len(shapes) == 2 and fits:
+            fits = kind == "outer" and shapes[1] == (*shapes[0][:2], 1)
+        if not fits:
+            raise wrong("site", f"the weights of one layer ({kind})", f"arrays {shapes}")
+        return site
 
-        return Site(config["kind"], slot(config["weight"]), slot(config["bias"]))
+
+SITE: dict[str, Any] = {"kind": Kind, "weight": dict | None, "bias": dict | None}
+"""Entries of a site in a file."""
+
+
+def _slot(config: dict[str, Any], network: Network) -> Slot:
+    """The slot that a file describes; FileError unless it is rows of a chosen parameter."""
+    lists = {key: tuple(config.get(key, ())) for key in ("view", "axes", "shape")}
+    slot = record(Slot, config | lists)
+    shape = network.shapes.get(slot.name)
+    if shape is None:
+        raise wrong("site", "names of chosen parameters", repr(slot.name))
+    rows = shape[0] if shape else 1
+    entries = math.prod(shape[1:]) * (slot.stop - slot.start)
+    if slot.name in network.indices:
+        entries = network.sizes[slot.name] if slot.stop - slot.start == rows else -1
+    sizes = [math.prod(lengths) if min(lengths, default=0) > 0 else -1 for lengths in (slot.view, slot.shape)]
+    if not (0 <= slot.start < slot.stop <= rows and sizes == [entries, entries]):
+        raise wrong("site", f"rows of {slot.name!r}, of shape {shape}", str(config)[:120])
+    if sorted(slot.axes) != list(range(len(slot.view))):
+        raise wrong("site", f"the axes of {slot.view} in some order", str(slot.axes))
+    return slot
 
 
 @dataclass(frozen=True)
@@ -140,3 +169,15 @@ class Plan:
     sites: tuple[Site, ...] = ()
     general: frozenset[str] = frozenset()
     """Parameters that no rule for layers explains: their sites take per-example gradients."""
+
+    @staticmethod
+    def from_config(sites: Sequence[Any], general: Sequence[str], network: Network) -> Plan:
+        """The plan in a file; FileError unless its sites partition the weights of this network."""
+        found = tuple(Site.from_config(site, network) for site in sites)
+        spans = sorted(span for site in found for span in site.spans(network))
+        stops = [0, *(stop for _, stop in spans)]
+        if [start for start, _ in spans] != stops[:-1] or stops[-1] != network.size:
+            raise wrong("sites", f"each of the {network.size} weights once", f"spans {spans}"[:120])
+        if not set(general) <= set(network.names):
+            raise wrong("general", "names of chosen parameters", str(general)[:80])
+        return Plan(found, frozenset(general))

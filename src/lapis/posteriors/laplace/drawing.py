@@ -105,7 +105,7 @@ def draw(
 ) -> DrawnPosterior:
     """See `ImplicitPosterior.draw`."""
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    kept = Checkpoint(checkpoint, "draw", _facts(posterior, chosen, seed))
+    kept = Checkpoint(checkpoint, "draw", _facts(posterior, chosen, seed), posterior.network.key())
     make = _by_cg if chosen.solver == "cg" else _by_sgd
     deviations, drawing = make(posterior, chosen, seed, kept, progress)
     deviations = deviations.mul_(posterior.width**0.5)

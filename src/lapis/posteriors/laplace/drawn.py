@@ -18,6 +18,7 @@ from lapis.posteriors.over_weights import LinearisedPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.linearised import by_draws
 from lapis.predictions import LatentGaussian
+from lapis.schema import optional, record, wrong
 
 
 @dataclass(frozen=True)
@@ -137,14 +138,18 @@ class DrawnPosterior(LinearisedPosterior):
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> DrawnPosterior:
         """The posterior with the stored draws."""
-        mean, found = state.tensors["mean"], state.config["calibration"]
+        mean, point = cls.mean_and_point(state, network)
+        drawing = record(Drawing, state.entry("drawing", dict))
+        deviations = state.tensor("deviations", (-1, network.size), network.dtype)
+        if not 1 <= len(deviations) == len(drawing.iterations) == len(drawing.residuals):
+            raise wrong("deviations", "one for each of the draws recorded, at least one", str(len(deviations)))
         return cls(
             network=network,
             likelihood=likelihood,
             facts=facts,
             mean=mean,
-            point=state.tensors.get("point", mean),
-            deviations=state.tensors["deviations"],
-            drawing=Drawing(**state.config["drawing"]),
-            calibration=Calibration(**found) if found else None,
+            point=point,
+            deviations=deviations,
+            drawing=drawing,
+            calibration=optional(Calibration, state.entry("calibration", dict | None)),
         )

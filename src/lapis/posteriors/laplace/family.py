@@ -11,8 +11,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from lapis.curvature.blocks.partition import NAMES
 from lapis.evidence import TangentMode, Tuning
-from lapis.likelihoods import Likelihood, from_config
+from lapis.likelihoods import Gaussian, Likelihood, from_config
 from lapis.network import Network
 from lapis.options import check_count, check_positive
 from lapis.posteriors.diagnosis.data import Seen
@@ -24,6 +25,7 @@ from lapis.posteriors.laplace.refinable import Refinable
 from lapis.posteriors.laplace.refinement import Refinement
 from lapis.posteriors.posterior import Facts, State
 from lapis.priors import Groups, Prior, WeightPrior, as_prior
+from lapis.schema import optional, record, wrong
 
 TANGENT = ("converged", "remaining", "iterations", "products", "reason")
 """Fields of `TangentMode` that a file holds besides its tensors."""
@@ -308,18 +310,15 @@ class LaplaceFamily(Refinable):
     def state(self) -> State:
         """Mean, prior, tuning and tangent mode; structures add their curvature."""
         prior, tangent = self.weight_prior, self.tangent
-        tensors = {"mean": self.mean, "prior.precision": prior.precision, "prior.mean": prior.mean}
+        tensors = {"mean": self.mean, **prior.tensors()}
         if self.point is not self.mean:
             tensors["point"] = self.point
-        if prior.scales is not None:
-            tensors["prior.scales"] = prior.scales
         if tangent is not None:
             tensors |= {"tangent.weights": tangent.weights, "tangent.statistics": tangent.statistics}
         config = {
             "structure": self.structure,
             "fitted_likelihood": self.fitted_likelihood.to_config(),
-            "labels": [str(label) for label in prior.labels],
-            "group_of": prior.group_of,
+            **prior.config(),
             "temperature": self.temperature,
             "digest": self.curvature.digest,
             "tuning": self.tuning and asdict(self.tuning),
@@ -331,32 +330,42 @@ class LaplaceFamily(Refinable):
         return State(config, tensors)
 
     @staticmethod
+    def _statistics(state: State, name: str, likelihood: Likelihood, facts: Facts) -> Tensor:
+        """The likelihood's sums over data, from a state."""
+        if isinstance(likelihood, Gaussian):
+            return state.tensor(name, (2 * facts.n_outputs,), least=0)
+        return state.tensor(name, (1,))
+
+    @staticmethod
     def _fields(state: State, network: Network, likelihood: Likelihood, facts: Facts) -> dict[str, Any]:
-        """The fields shared by all structures, from a state."""
-        config, tensors = state.config, state.tensors
-        fitted = likelihood if likelihood.name == "custom" else from_config(config["fitted_likelihood"])
-        prior = WeightPrior(
-            network, tuple(config["labels"]), config["group_of"], tensors["prior.precision"], tensors["prior.mean"],
-            tensors.get("prior.scales"),
-        )  # fmt: skip
-        tangent = config["tangent"] and TangentMode(
-            weights=tensors["tangent.weights"], statistics=tensors["tangent.statistics"], **config["tangent"]
-        )
-        calibrated = config.get("calibration")
+        """The fields shared by all structures, from a state; FileError for entries that make no sense."""
+        fitted = likelihood if likelihood.name == "custom" else from_config(state.entry("fitted_likelihood", dict))
+        if fitted.name != likelihood.name:
+            raise wrong("fitted likelihood", repr(likelihood.name), repr(fitted.name))
+        likelihood.curvature_scale(fitted)  # an error if their noises have other proportions
+        prior = WeightPrior.from_file(state.config, state.tensors, network)
+        mean, point = LaplaceFamily.mean_and_point(state, network)
+        tangent = state.entry("tangent", dict | None)
         return {
             "network": network,
             "likelihood": likelihood,
             "facts": facts,
-            "mean": tensors["mean"],
-            "point": tensors.get("point", tensors["mean"]),
+            "mean": mean,
+            "point": point,
             "fitted_likelihood": fitted,
             "prior": prior.to_prior(),
             "weight_prior": prior,
-            "structure": config["structure"],
-            "temperature": config["temperature"],
-            "tuning": Tuning(**config["tuning"]) if config["tuning"] else None,
-            "tangent": tangent,
-            "calibration": calibrated and Calibration(**calibrated),
-            "refinement": Refinement(**config["refinement"]) if config["refinement"] else None,
-            "width": config["width"],
+            "structure": state.word("structure", tuple(NAMES.values())),
+            "temperature": state.number("temperature"),
+            "tuning": optional(Tuning, state.entry("tuning", dict | None)),
+            "tangent": tangent
+            and record(
+                TangentMode,
+                tangent
+                | {"weights": state.tensor("tangent.weights", (network.size,))}
+                | {"statistics": LaplaceFamily._statistics(state, "tangent.statistics", likelihood, facts)},
+            ),
+            "calibration": optional(Calibration, state.entry("calibration", dict | None)),
+            "refinement": optional(Refinement, state.entry("refinement", dict | None)),
+            "width": state.number("width"),
         }

@@ -30,6 +30,7 @@ from lapis.posteriors.predicting.linearised import by_solves
 from lapis.predictions import LatentGaussian
 from lapis.priors import Prior
 from lapis.progress import track
+from lapis.schema import record
 from lapis.solvers import (
     Estimate,
     QuadratureEstimate,
@@ -315,8 +316,9 @@ class ImplicitPosterior(SolvedPosterior):
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> ImplicitPosterior:
         """The posterior with `state.data`; DataError unless their fingerprint is that of the data of the fit."""
         fields = cls._fields(state, network, likelihood, facts)
-        held = same_batches(state.data, network, state.config["digest"], facts.n_data, None)
+        solver = record(Solver, state.entry("solver", dict))
+        state.word("structure", ("implicit",))
+        held = same_batches(state.data, network, state.count("digest", least=0), facts.n_data, None)
         fitted = fields["fitted_likelihood"]
         sums = ImplicitCurvature(network, fitted, held, facts.signature, facts.memory_budget)
-        solver = Solver(**state.config["solver"])
         return cls(curvature=sums.with_mode(solver.mode), solver=solver, **fields)

@@ -14,12 +14,12 @@ from lapis.batches import Batch, Inputs, batches
 from lapis.curvature.accumulate import accumulate, accumulate_factors
 from lapis.curvature.blocks.block import BlockGaussian
 from lapis.curvature.blocks.lowrank import RANK_FRACTION, load_leading
-from lapis.curvature.blocks.partition import build_blocks, grouped_spectrum
+from lapis.curvature.blocks.partition import BUILDERS, Structure, build_blocks, grouped_spectrum
 from lapis.curvature.blocks.scaled import ScaledGaussian
 from lapis.curvature.blocks.spectrum import GroupedSpectrum
 from lapis.curvature.products.ggn import ImplicitCurvature
-from lapis.curvature.recording.sites import Plan, Site
-from lapis.curvature.sums import Curvature
+from lapis.curvature.recording.sites import Plan
+from lapis.curvature.sums import MOST_APART, Curvature
 from lapis.curvature.tape import ExampleBytes, Tape
 from lapis.errors import MemoryBudgetError, OptionError
 from lapis.evidence import Training
@@ -37,6 +37,7 @@ from lapis.posteriors.predicting.drawn_network import DrawnNetwork, white_noise
 from lapis.posteriors.predicting.linearised import linearised
 from lapis.predictions import LatentGaussian
 from lapis.priors import WeightPrior
+from lapis.schema import optional, under, word, wrong
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -340,34 +341,35 @@ class LaplacePosterior(LaplaceFamily):
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> LaplacePosterior:
         """Rebuild the tape from its stored plan, and fill the blocks with their sums."""
-        config, tensors = state.config, state.tensors
-        options = config["options"]
+        fields = cls._fields(state, network, likelihood, facts)
+        options = {"sharing": "expand", "bias": "joint"} | state.entry("options", dict[str, str])
         tape = Tape(network, likelihood.canonical)
-        sites = tuple(Site.from_config(entry) for entry in config["sites"])
-        tape.plan = Plan(sites, frozenset(config["general"]))
-        tape.example_bytes = ExampleBytes(*config["example_bytes"])
-        blocks = build_blocks(
-            config["structure"],
-            sites,
-            options.get("sharing", "expand"),
-            options.get("bias", "joint"),
-            facts.memory_budget,
-        )
+        tape.plan = Plan.from_config(state.entry("sites", list), state.entry("general", list[str]), network)
+        tape.example_bytes = ExampleBytes(*state.entry("example_bytes", tuple[int, int, int, int]))
+        structure: Structure = state.word("structure", tuple(BUILDERS))  # type: ignore[assignment]
+        if structure == "dense":  # before a matrix of this size is allocated
+            state.tensor("block.0.curvature", (network.size, network.size))
+        sharing, bias = word(options, "sharing", ("expand", "reduce")), word(options, "bias", ("joint", "separate"))
+        blocks = build_blocks(structure, tape.plan.sites, sharing, bias, facts.memory_budget)
         for i, block in enumerate(blocks):
-            block.load({name: tensors[f"block.{i}.{name}"] for name in block.state()})
-        apart = [[block.fresh() for block in blocks] for _ in range(config.get("apart", 0))]
-        for c, parts in enumerate(apart):
+            block.load(block.check_state(under(f"block.{i}.", state.tensors)))
+        kind = state.word("curvature", ("ggn", "sampled", "empirical", "hessian"))
+        apart = None
+        if state.count("apart", least=0, most=MOST_APART):
+            if state.config["apart"] != facts.n_outputs or kind != "ggn":
+                raise wrong("apart", f"0, or {facts.n_outputs} outputs of the GGN", repr(state.config["apart"]))
+            apart = [[block.fresh() for block in blocks] for _ in range(facts.n_outputs)]
+        for c, parts in enumerate(apart or ()):
             for i, part in enumerate(parts):
-                prefix = f"output.{c}.{i}."
-                part.load({key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)})
+                part.load(part.check_state(under(f"output.{c}.{i}.", state.tensors), part=True))
         sums = Curvature(
-            config["curvature"], tape, blocks, tensors["statistics"], facts.n_data, config["fisher_samples"],
-            facts.signature, facts.n_outputs, config["digest"], apart=apart or None,
-            positions=config.get("positions", 1),
+            kind, tape, blocks, cls._statistics(state, "statistics", likelihood, facts),
+            facts.n_data, state.count("fisher_samples"), facts.signature, facts.n_outputs,
+            state.count("digest", least=0), apart=apart, positions=state.count("positions"),
         )  # fmt: skip
         return cls(
             curvature=sums,
-            choices=tuple(config["choices"]),
-            training=Training(**config["training"]) if config["training"] else None,
-            **cls._fields(state, network, likelihood, facts),
+            choices=tuple(state.entry("choices", tuple[str, ...])),
+            training=optional(Training, state.entry("training", dict | None)),
+            **fields,
         )
