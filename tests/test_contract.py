@@ -138,6 +138,10 @@ def ensemble(model: nn.Module, data: Any, likelihood: Any) -> Posterior:
     return toy_ensemble([model, *others], data, likelihood)
 
 
+def swag(model: nn.Module, data: Any, likelihood: Any) -> Posterior:
+    return lapis.swag(model, data, likelihood, epochs=2, snapshots=4, rank=3)
+
+
 POSTERIORS: dict[str, Fit] = {
     "dense": structure("dense"),
     "diagonal": structure("diagonal"),
@@ -151,6 +155,7 @@ POSTERIORS: dict[str, Fit] = {
     "single weights": subset,
     "subnetwork": structure("auto", weights=lapis.Subnetwork(9)),
     "toy ensemble": ensemble,
+    "swag": swag,
 }
 
 every_posterior = pytest.mark.parametrize("name", POSTERIORS)

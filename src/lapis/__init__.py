@@ -35,12 +35,12 @@ from lapis.likelihoods import (
 )
 from lapis.network import split_vector
 from lapis.normalised import normalised_groups
-from lapis.posteriors import DrawnPosterior, ImplicitPosterior, LaplacePosterior, Posterior, load
+from lapis.posteriors import SWAG, DrawnPosterior, ImplicitPosterior, LaplacePosterior, Posterior, load
 from lapis.posteriors.laplace.fit import laplace
 from lapis.posteriors.laplace.subnetwork import Subnetwork
 from lapis.predictions import Prediction
 from lapis.priors import Prior
-from lapis.training import Comparison, compare, train
+from lapis.training import Comparison, compare, swag, train
 
 if TYPE_CHECKING:
     from lapis import plots
@@ -78,6 +78,7 @@ def unflatten(vector: Tensor, like: Posterior | nn.Module) -> dict[str, Tensor] 
 
 
 __all__ = [
+    "SWAG",
     "Bernoulli",
     "Categorical",
     "Comparison",
@@ -111,6 +112,7 @@ __all__ = [
     "normalised_groups",
     "plots",
     "register_rule",
+    "swag",
     "train",
     "unflatten",
 ]

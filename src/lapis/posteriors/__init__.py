@@ -6,8 +6,10 @@ from lapis.posteriors.laplace.stored import LaplacePosterior
 from lapis.posteriors.over_weights import GaussianPosterior, LinearisedPosterior, WeightPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, Posterior, State
 from lapis.posteriors.storage import load
+from lapis.posteriors.swag import SWAG, SWAGPosterior
 
 __all__ = [
+    "SWAG",
     "DrawnPosterior",
     "Facts",
     "GaussianPosterior",
@@ -16,6 +18,7 @@ __all__ = [
     "LatentKind",
     "LinearisedPosterior",
     "Posterior",
+    "SWAGPosterior",
     "State",
     "WeightPosterior",
     "load",

@@ -2,5 +2,6 @@
 
 from lapis.training.by_evidence import train
 from lapis.training.comparison import Comparison, compare
+from lapis.training.snapshots import swag
 
-__all__ = ["Comparison", "compare", "train"]
+__all__ = ["Comparison", "compare", "swag", "train"]

@@ -20,13 +20,13 @@ from lapis.options import check_choice
 from lapis.posteriors.laplace import drawing, tuning_by_draws
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.drawn import DrawnPosterior
-from lapis.posteriors.laplace.same_data import same_batches
 from lapis.posteriors.laplace.solved import SolvedPosterior
 from lapis.posteriors.laplace.solver import Solver
 from lapis.posteriors.laplace.tuning_by_evidence import checked, regrouped
 from lapis.posteriors.over_weights import LinearisedPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.linearised import by_solves
+from lapis.posteriors.same_data import same_batches
 from lapis.predictions import LatentGaussian
 from lapis.priors import Prior
 from lapis.progress import track

@@ -31,10 +31,10 @@ from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.family import LaplaceFamily
 from lapis.posteriors.laplace.foretelling import warn_of_doubt
 from lapis.posteriors.laplace.leave_one_out import chosen_width
-from lapis.posteriors.laplace.same_data import same_batches
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.drawn_network import DrawnNetwork, white_noise
 from lapis.posteriors.predicting.linearised import linearised
+from lapis.posteriors.same_data import same_batches
 from lapis.predictions import LatentGaussian
 from lapis.priors import WeightPrior
 from lapis.schema import optional, under, word, wrong

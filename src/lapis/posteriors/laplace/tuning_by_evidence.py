@@ -18,7 +18,7 @@ from lapis.evidence import Evaluate, SpectralEvidence, TangentMode, TangentProbl
 from lapis.evidence import tune as maximise
 from lapis.evidence.point import LARGEST_LOG
 from lapis.posteriors.laplace import own_noise
-from lapis.posteriors.laplace.same_data import same_batches
+from lapis.posteriors.same_data import same_batches
 from lapis.priors import Groups, Prior
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Checks that data passed again are those of the fit: for the tangent model, and for loading implicit posteriors."""
+"""Checks that data passed again are those of the fit: for the tangent model, and for loading."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 from lapis.batches import Batch, batches, digest
 from lapis.errors import DataError
 from lapis.network import Network
+
+
+def hold_batches(data: Any, network: Network, batch_size: int | None = None) -> list[Batch]:
+    """All batches of `data`, in memory."""
+    return list(batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)[0])
 
 
 def same_batches(data: Any, network: Network, fingerprint: int, n_data: int, batch_size: int | None) -> list[Batch]:
@@ -18,8 +23,7 @@ def same_batches(data: Any, network: Network, fingerprint: int, n_data: int, bat
             got="no data",
             do="pass them; only implicit posteriors keep their data",
         )
-    stream, _ = batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)
-    held = list(stream)
+    held = hold_batches(data, network, batch_size)
     found = sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64
     if found != fingerprint:
         raise DataError(
