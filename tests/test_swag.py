@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 import lapis
+from lapis.files import read, write
 from lapis.posteriors.swag import RenewedSWAGPosterior
 from untouched import untouched
 
@@ -117,6 +118,15 @@ def test_snapshots_survive_in_a_file(tmp_path: Path) -> None:
     assert len(lapis.SWAG.load(tmp_path / "empty.lapis", model)) == 0
     with pytest.raises(lapis.FileError, match="another network"):
         lapis.SWAG.load(tmp_path / "snapshots.lapis", nn.Linear(3, 3).double())
+    contents = read(tmp_path / "snapshots.lapis", "SWAG collector")
+    for change, message in (
+        ({"mean": torch.zeros(3, dtype=F64)}, "mean does not fit"),
+        ({"squares": -torch.ones(8, dtype=F64)}, "squares does not fit"),
+        ({"deviations": torch.zeros(1, 8, dtype=F64)}, "deviations does not fit"),
+    ):
+        write(tmp_path / "odd.lapis", contents.config, {**contents.tensors, **change}, "SWAG collector")
+        with pytest.raises(lapis.FileError, match=message):
+            lapis.SWAG.load(tmp_path / "odd.lapis", model)
     with pytest.raises(lapis.FileError, match="not a Lapis posterior"):
         lapis.load(tmp_path / "snapshots.lapis", model)
 

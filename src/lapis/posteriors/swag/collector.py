@@ -21,6 +21,7 @@ from lapis.options import check_count
 from lapis.posteriors.posterior import MEMORY_BUDGET, Facts
 from lapis.posteriors.same_data import hold_batches
 from lapis.posteriors.swag.posterior import RenewedSWAGPosterior, SWAGPosterior, marginal_variance
+from lapis.schema import count, entry, tensor
 
 FILE = "SWAG collector"
 """The kind of a collector's file."""
@@ -157,8 +158,9 @@ class SWAG:
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> SWAG:
         """The collector saved at `path`, to go on collecting from a model of the same architecture."""
-        config, tensors = read(Path(path), FILE)
-        shapes = {name: tuple(shape) for name, shape in config["shapes"].items()}
+        contents = read(Path(path), FILE)
+        config, tensors = contents.config, contents.tensors
+        shapes = {name: tuple(shape) for name, shape in entry(config, "shapes", dict[str, list[int]]).items()}
         network = Network(model)
         if list(network.shapes.items()) != list(shapes.items()):
             strange = next(
@@ -170,8 +172,11 @@ class SWAG:
                 got=f"shape {network.shapes.get(strange)}" if strange in network.shapes else "no such parameter",
                 do="build the network that the snapshots were collected from",
             )
-        collector = cls(model, config["rank"])
-        collector.collected = config["collected"]
-        collector.mean, collector._squares = (tensors[name].to(network.device) for name in ("mean", "squares"))
-        collector._deviations.extend(tensors["deviations"].to(network.device) if "deviations" in tensors else ())
+        collector = cls(model, count(config, "rank", least=0))
+        collector.collected = count(config, "collected", least=0)
+        kept, size = min(collector.rank, collector.collected), (network.size,)
+        collector.mean = tensor(tensors, "mean", size).to(network.device)
+        collector._squares = tensor(tensors, "squares", size, least=0.0).to(network.device)
+        if kept:
+            collector._deviations.extend(tensor(tensors, "deviations", (kept, *size), network.dtype).to(network.device))
         return collector

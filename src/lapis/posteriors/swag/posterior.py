@@ -25,6 +25,7 @@ from lapis.posteriors.over_weights import WeightPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.same_data import same_batches
 from lapis.predictions import Latent, LatentSamples
+from lapis.schema import wrong
 
 KEPT_STATISTICS = 256
 """Drawn networks whose batch-norm statistics are remembered: inputs in many parts ask for the same networks again."""
@@ -74,9 +75,15 @@ class SWAGPosterior(WeightPosterior):
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> SWAGPosterior:
         """The posterior with these moments."""
-        mean = state.tensors["mean"]
-        deviations = state.tensors.get("deviations", mean[None][:0])
-        return cls(network, likelihood, facts, mean, state.tensors["variance"], deviations, state.config["collected"])
+        size, dtype = (network.size,), network.dtype
+        mean = state.tensor("mean", size, dtype)
+        variance = state.tensor("variance", size, dtype, least=0.0)
+        deviations = mean[None][:0]
+        if "deviations" in state.tensors:
+            deviations = state.tensor("deviations", (-1, *size), dtype)
+            if len(deviations) < 2:
+                raise wrong("deviations", "at least two", str(len(deviations)))
+        return cls(network, likelihood, facts, mean, variance, deviations, state.count("collected", least=2))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -127,7 +134,7 @@ class RenewedSWAGPosterior(SWAGPosterior):
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> RenewedSWAGPosterior:
         """The posterior with `state.data`; DataError unless their fingerprint is that of the data it was made with."""
-        held = same_batches(state.data, network, state.config["digest"], facts.n_data, None)
+        held = same_batches(state.data, network, state.count("digest", least=0), facts.n_data, None)
         plain = SWAGPosterior.from_state(state, network, likelihood, facts)
         return cls(
             network, likelihood, facts, plain.mean, plain.variance, plain.deviations, plain.collected, tuple(held)
