@@ -38,15 +38,18 @@ F64 = torch.float64
 # problems: what a network takes and gives --------------------------------------------------------------
 
 
+# All networks have dropout; only MC dropout switches it on.
+
+
 class Pixels(nn.Module):
     """One class for each of 4 x 4 pixels: outputs (B, C, H, W)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
+        self.one, self.two, self.dropout = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 3, 1), nn.Dropout2d(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x).tanh())
+        return self.two(self.dropout(self.one(x).tanh()))
 
 
 class Named(nn.Module):
@@ -57,11 +60,11 @@ class Named(nn.Module):
         self.one, self.two = nn.Linear(3, 5), nn.Linear(5, 2)
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.two((self.one(left) + right).tanh())
+        return self.two(nn.functional.dropout((self.one(left) + right).tanh(), 0.3, self.training))
 
 
 def mlp(outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, outputs))
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, outputs))
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,7 @@ POSTERIORS: dict[str, Fit] = {
     "subnetwork": structure("auto", weights=lapis.Subnetwork(9)),
     "toy ensemble": ensemble,
     "swag": swag,
+    "dropout": lambda model, data, likelihood: lapis.dropout(model, likelihood, data),
 }
 
 every_posterior = pytest.mark.parametrize("name", POSTERIORS)
@@ -292,6 +296,7 @@ def test_draws_are_weights_of_the_network(name: str) -> None:
         draws = posterior.sample(3, generator=torch.Generator().manual_seed(1))
     assert draws.shape == (3, posterior.n_weights)
     assert torch.equal(draws, posterior.sample(3, generator=torch.Generator().manual_seed(1)))
+    model.eval()
     outputs = torch.stack([posterior.network.call(x, posterior.network.unflatten(w)) for w in draws])
     source = torch.Generator().manual_seed(1)
     sampled = posterior.predict(x, method="sampled", samples=3, generator=source).f_mean
@@ -302,9 +307,10 @@ def test_draws_are_weights_of_the_network(name: str) -> None:
 
 @every_posterior
 def test_gaussian_posteriors_have_a_density_and_linearised_outputs(name: str) -> None:
-    posterior, _, x = fitted(name, "regression")
+    posterior, module, x = fitted(name, "regression")
     if not isinstance(posterior, GaussianPosterior):
         return
+    module.eval()
     mean = posterior.mean
     moved_away = posterior.log_prob(torch.stack([mean, mean + 0.1, mean - 0.1]))
     assert moved_away[0] > moved_away[1]
@@ -408,6 +414,7 @@ def test_a_changed_network_is_refused(name: str) -> None:
 def test_a_toy_ensemble_is_the_mixture_of_its_members() -> None:
     posterior, model, x = fitted("toy ensemble")
     assert isinstance(posterior, ToyEnsemble)
+    model.eval()
     probabilities = [model(x).softmax(-1)]
     for weights in posterior.members[1:]:
         other = copy.deepcopy(model)
@@ -515,6 +522,7 @@ def test_curvature_of_single_weights_is_its_block_of_the_whole(structure: str) -
     else:
         torch.testing.assert_close(part.precision(), expected, rtol=1e-7, atol=1e-9)
     x = normal(3)(4)
+    model.eval()
     jacobian = torch.autograd.functional.jacobian(
         lambda w: part.network.call(x, part.network.unflatten(w)), part.network.flat()
     )

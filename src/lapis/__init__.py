@@ -36,6 +36,7 @@ from lapis.likelihoods import (
 from lapis.network import split_vector
 from lapis.normalised import normalised_groups
 from lapis.posteriors import SWAG, DrawnPosterior, ImplicitPosterior, LaplacePosterior, Posterior, load
+from lapis.posteriors.dropout import dropout
 from lapis.posteriors.laplace.fit import laplace
 from lapis.posteriors.laplace.subnetwork import Subnetwork
 from lapis.predictions import Prediction
@@ -106,6 +107,7 @@ __all__ = [
     "StructureError",
     "Subnetwork",
     "compare",
+    "dropout",
     "laplace",
     "load",
     "metrics",

@@ -1,5 +1,6 @@
 """Posteriors over a network's functions: the interface `Posterior`, and the classes that implement it."""
 
+from lapis.posteriors.dropout import DropoutPosterior
 from lapis.posteriors.laplace.drawn import DrawnPosterior
 from lapis.posteriors.laplace.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
@@ -11,6 +12,7 @@ from lapis.posteriors.swag import SWAG, SWAGPosterior
 __all__ = [
     "SWAG",
     "DrawnPosterior",
+    "DropoutPosterior",
     "Facts",
     "GaussianPosterior",
     "ImplicitPosterior",

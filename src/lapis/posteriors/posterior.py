@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lapis.batches import Inputs, batches, describe
+from lapis.batches import Inputs, batches, describe, take
 from lapis.errors import ModelError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
@@ -35,6 +35,9 @@ between all outputs of all examples, or outputs of networks drawn from the poste
 """
 
 MEMORY_BUDGET = 4 * 2**30
+
+EXAMPLES = 8
+"""Inputs kept with the network, for properties that only a forward pass reveals."""
 
 Self = TypeVar("Self", bound="Posterior")
 
@@ -61,11 +64,12 @@ class Facts:
             return Facts(0, 0, "", network.fingerprint(), memory_budget)
         stream, _ = batches(data, dtype=network.dtype, device=network.device)
         first = next(stream)
+        network.example, network.signature = take(first.inputs, 0, EXAMPLES), describe(first.inputs)
         with network.prepared(), torch.no_grad():
             f = likelihood.canonical(network.call(first.inputs))
         likelihood.check_outputs(f)
         count = len(first) + sum(len(batch) for batch in stream)
-        return Facts(count, f.shape[-1], describe(first.inputs), network.fingerprint(), memory_budget)
+        return Facts(count, f.shape[-1], network.signature, network.fingerprint(), memory_budget)
 
 
 @dataclass(frozen=True)
