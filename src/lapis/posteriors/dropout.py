@@ -23,6 +23,7 @@ from lapis.posteriors.predicting.masked_weights import MaskedWeight, draw_weight
 from lapis.posteriors.predicting.masks import MaskPlan, known_rates, masked, may_drop, no_dropout, plan_masks
 from lapis.posteriors.predicting.sampled import SMALL_RUN
 from lapis.predictions import Latent, LatentSamples
+from lapis.schema import record
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -123,7 +124,8 @@ class DropoutPosterior(WeightPosterior):
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> DropoutPosterior:
         """The posterior of a network with the same dropout; FileError for another."""
-        rates, now, found = state.config["rates"], known_rates(network.module), state.config["weights"]
+        rates, now = state.entry("rates", dict[str, float]), known_rates(network.module)
+        found = state.entry("weights", list[dict[str, Any]] | None)
         if rates != now:
             raise FileError(
                 "The network has other dropout layers",
@@ -131,7 +133,9 @@ class DropoutPosterior(WeightPosterior):
                 got=str(now),
                 do="build the network with the dropout that it was saved with",
             )
-        weights = None if found is None else tuple(MaskedWeight(**each) for each in found)
+        weights = None if found is None else tuple(record(MaskedWeight, each) for each in found)
+        for each in weights or ():
+            each.check(network)
         return cls(network, likelihood, facts, rates, weights)
 
 

@@ -19,6 +19,7 @@ from lapis.errors import ModelError
 from lapis.network import Network
 from lapis.posteriors.predicting.masks import MakeMask, MaskPlan, Masks, aten, bernoulli, masked, of_one_example
 from lapis.proofs import close
+from lapis.schema import wrong
 
 CHECKED = (1, 2)
 """Seeds of the draws whose outputs are compared."""
@@ -40,6 +41,12 @@ class MaskedWeight:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))  # JSON turns tuples into lists
+
+    def check(self, network: Network) -> None:
+        """FileError unless the mask fits a weight of the network."""
+        inputs = network.shapes.get(self.parameter, ())[1:2]
+        if self.number < 0 or not 0 < self.keep <= 1 or [n * self.groups for n in inputs] != [math.prod(self.shape)]:
+            raise wrong("mask", f"one for the inputs of a weight, {self.parameter!r}", str(self))
 
     def factor(self, seed: int, weight: Tensor) -> Tensor:
         """mask / keep, in a shape that multiplies the weight (outputs, inputs / groups, ...)."""
