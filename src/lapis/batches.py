@@ -10,25 +10,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lapis.errors import DataError, LikelihoodError, ModelError
+from lapis.hashing import hash_rows, mix
 from lapis.options import check_count
 
 Inputs: TypeAlias = Any
 """A tensor, a tuple of inputs, or a mapping from names to inputs."""
 
 DEFAULT_BATCH_SIZE = 512
-
-DIGEST_ENTRIES = 24
-"""Numbers of each example that enter its fingerprint, approximately."""
 
 
 @contextmanager
@@ -291,32 +287,22 @@ def stream_length(stream: Iterable[Any]) -> int | None:
 def digest(inputs: Inputs, targets: Tensor) -> int:
     """A 64-bit fingerprint of examples, additive over examples: neither their order nor batching matters.
 
-    A subset of each example's numbers, flattened and rounded to float32, is hashed; the hashes are summed modulo 2^64.
-    Images and the same pixels as vectors, in single or double precision, therefore have the same fingerprint.
+    Every number of an example, flattened and rounded to float32, enters the hash of the example; whole numbers that
+    float32 cannot hold enter exactly. The hashes are summed modulo 2^64. Images and the same pixels as vectors, in
+    single or double precision, therefore have the same fingerprint.
     """
-    length = targets.shape[0]
-    parts = [_subsampled(tensor.detach().reshape(length, -1)).float() for tensor in (*tensors_in(inputs), targets)]
-    # numpy has less overhead than torch on small arrays; adding zero turns -0.0 into 0.0
-    bits = (np.concatenate([part.cpu().numpy() for part in parts], 1) + np.float32(0)).view(np.int32)
-    return int(_mixed((bits + np.int64(1)) @ _column_keys(bits.shape[1])).sum()) % 2**64
+    total = torch.zeros((), dtype=torch.int64)
+    for number, tensor in enumerate((*tensors_in(inputs), targets)):
+        total = total * 3 + _hash_of_examples(tensor.detach().reshape(targets.shape[0], -1)) + number
+    return int(mix(total).sum()) % 2**64
 
 
-@cache
-def _column_keys(count: int) -> NDArray[Any]:
-    """A pseudorandom multiplier for each column, so that the order of an example's numbers matters."""
-    return _mixed(np.arange(1, count + 1, dtype=np.int64))
-
-
-def _subsampled(rows: Tensor) -> Tensor:
-    """About DIGEST_ENTRIES evenly spaced columns: hashing every pixel would cost as much as a forward pass."""
-    return rows[:, :: max(1, rows.shape[1] // DIGEST_ENTRIES)]
-
-
-def _mixed(numbers: NDArray[Any]) -> NDArray[Any]:
-    """A hash of each 64-bit integer (splitmix64 with arithmetic shifts)."""
-    mixed: NDArray[Any] = numbers * -7046029254386353131
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        mixed ^= mixed >> shift
-        mixed *= factor
-    mixed ^= mixed >> 31
-    return mixed
+def _hash_of_examples(rows: Tensor) -> Tensor:
+    """A hash (n,) of each row of numbers (n, d)."""
+    rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+    rounded = rows.float()
+    hashes = hash_rows(rounded)
+    if rows.dtype in (torch.int32, torch.int64):
+        rest = rows - rounded.to(rows.dtype)  # 0 below 2^24
+        hashes = torch.where(rest.any(1), hashes + hash_rows(rest), hashes)
+    return hashes

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lapis.batches import Inputs, all_finite, describe
 from lapis.errors import DataError, ModelError, OptionError
+from lapis.hashing import hash_tensors
 from lapis.network.choice import Weights, choose
 from lapis.network.last_layer import last_layer
 from lapis.network.untouched import IgnoredTensorHooks, evaluating, keep_freed_memory, without_gradient_hooks
@@ -47,8 +48,8 @@ class Network:
         self.proofs = Proofs()
         """Records which shortcuts agree with the plain computation on this network."""
         self._prepared = False
-        self._known: tuple[list[tuple[int, int]], str] | None = None
-        """The last fingerprint, preceded by each tensor's id and version counter when it was computed."""
+        self._known: tuple[Any, str] | None = None
+        """The last fingerprint, preceded by what it was computed from: names, shapes and a quick hash of all values."""
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         lazy = [name for name, p in trainable.items() if torch.nn.parameter.is_lazy(p)]
         if lazy:
@@ -281,12 +282,16 @@ class Network:
                 )
 
     def holds(self, fingerprint: str) -> bool:
-        """Whether the module has this fingerprint; recomputed only if a tensor's version counter has changed."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        versions = [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
-        if self._known is None or self._known[0] != versions:
-            self._known = (versions, self.fingerprint())
-        return self._known[1] == fingerprint
+        """Whether the module has this fingerprint; recomputed only if a quick hash of every number has changed.
+
+        Not by version counters: writes through `.data` do not change these.
+        """
+        state = list(self._state())
+        now = [(name, tensor.shape, tensor.dtype) for name, tensor in state], hash_tensors([t for _, t in state])
+        known = self._known
+        if known is None or known[0] != now:
+            self._known = known = (now, self.fingerprint())
+        return known[1] == fingerprint
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer that a state dictionary holds, by name."""

@@ -126,10 +126,6 @@ class LinearisedPosterior(WeightPosterior):
     def _full_by_default(self) -> bool:
         return self.n_outputs <= FULL_COVARIANCE
 
-    def _network_is_as_fitted(self) -> bool:
-        # values too: writes through .data do not change the version counters that `Network.holds` relies on
-        return self.network.equals(self.point) and super()._network_is_as_fitted()
-
     def functional_variance(self, x: Inputs, diagonal: bool = False) -> Tensor:
         """J Sigma J^T of each example's outputs: (B, C, C), or its diagonal (B, C) in the layout of the outputs.
 

@@ -1,0 +1,128 @@
+"""Fingerprints read every number: of the data of a fit, and of the network's weights and buffers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapis
+from lapis.batches import digest
+from lapis.hashing import GROUPS, LONG, hash_rows, hash_tensors
+
+F64 = torch.float64
+
+
+def data(n: int = 30, features: int = 100, seed: int = 0) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(n, features, generator=source, dtype=F64), torch.randn(n, 1, generator=source, dtype=F64)
+
+
+@pytest.mark.parametrize("features", [1, 7, 2 * GROUPS, 4 * GROUPS + 3, 785])
+def test_a_change_of_any_one_number_changes_the_fingerprint(features: int) -> None:
+    x, y = data(2, features)
+    whole = digest(x, y)
+    for column in range(features):
+        for change in (x[1, column] + 1e-3, -x[1, column]):
+            other = x.clone()
+            other[1, column] = change
+            assert digest(other, y) != whole
+
+
+@pytest.mark.parametrize("change", [lambda x: -x, lambda x: x.flip(1), lambda x: x.roll(1, 1), lambda x: 2 * x,
+                                    lambda x: x.reshape(-1, 28, 28).mT.reshape(len(x), -1),
+                                    lambda x: x.reshape(-1, 28, 28).flip(1).reshape(len(x), -1)])  # fmt: skip
+def test_usual_changes_of_images_change_the_fingerprint(change: Any) -> None:
+    x, y = data(4, 784)
+    assert digest(change(x), y) != digest(x, y)
+
+
+def test_hashes_of_random_rows_are_all_different_and_their_bits_are_even() -> None:
+    """20,000 hashes of 64 bits: two alike by chance once in 10^11. Each bit is set 10,000 +- 71 times: 6 sigma."""
+    rows = torch.randint(0, 4, (20_000, 400), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    hashes = hash_rows(rows)
+    assert len(hashes.unique()) == len(rows)
+    bits = torch.stack([(hashes >> shift) & 1 for shift in range(64)]).sum(1)
+    assert int((bits - 10_000).abs().max()) < 6 * 71
+
+
+def test_whole_numbers_enter_exactly_and_their_type_does_not() -> None:
+    y = torch.arange(5)
+    assert digest(y[:, None], y) == digest(y[:, None].double(), y.int())
+    large = y + 2**40
+    assert digest(large[:, None], y) != digest(large[:, None] + (y == 2)[:, None], y)
+    both = torch.cat([y, large])
+    assert (digest(y[:, None], y) + digest(large[:, None], y)) % 2**64 == digest(both[:, None], torch.cat([y, y]))
+
+
+def test_data_with_other_features_are_refused_wherever_data_come_again(tmp_path: Path) -> None:
+    """75 of 100 features replaced, every fourth one kept."""
+    x, y = data()
+    other = torch.where(torch.arange(100) % 4 == 0, x, data(seed=1)[0])
+    model = nn.Linear(100, 1).double()
+    dense = lapis.laplace(model, (x, y), "regression", structure="diagonal")
+    with pytest.raises(lapis.DataError, match="not the data"):
+        dense.at_tangent_mode((other, y))
+    with pytest.raises(lapis.DataError, match="different data"):
+        lapis.compare([dense, lapis.laplace(model, (other, y), "regression", structure="diagonal")])
+    implicit = lapis.laplace(model, (x, y), "regression", structure="implicit")
+    implicit.save(tmp_path / "implicit")
+    with pytest.raises(lapis.DataError, match="not the data"):
+        lapis.load(tmp_path / "implicit", model, data=(other, y))
+
+
+def test_weights_hash_by_value_place_and_length() -> None:
+    tensors = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in ((3,), (8 * LONG, 3), (5, 7))
+    ]
+    whole = hash_tensors(tensors)
+    assert hash_tensors([tensor.clone() for tensor in tensors]) == whole
+    found = {whole, hash_tensors(tensors[::-1]), hash_tensors(tensors[:2])}
+    for number in range(3):
+        for place in (0, -1):
+            changed = [tensor.clone() for tensor in tensors]
+            changed[number].view(-1)[place] *= -1
+            found.add(hash_tensors(changed))
+    swapped = tensors[1].clone()
+    swapped[[0, LONG]] = swapped[[LONG, 0]]
+    found.add(hash_tensors([tensors[0], swapped, tensors[2]]))
+    assert len(found) == 10
+
+
+@pytest.mark.parametrize("which", ["chosen", "frozen", "buffer"])
+def test_writes_through_data_are_noticed(which: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double().eval()
+    model[0].requires_grad_(False)
+    x, y = data(10, 3)
+    posterior = lapis.laplace(model, (x, y), "regression")
+    tensor = {"chosen": model[2].weight, "frozen": model[0].weight, "buffer": model[1].running_mean}[which]
+    assert isinstance(tensor, Tensor)
+    before = posterior.predict(x).mean
+    tensor.data[0] += 1e-9
+    with pytest.raises(lapis.ModelError, match="has changed since the fit"):
+        posterior.predict(x)
+    tensor.data[0] -= 1e-9
+    tensor.data.copy_(tensor.data)
+    if which == "buffer":  # zeros come back exactly
+        assert torch.equal(posterior.predict(x).mean, before)
+
+
+def test_a_fingerprint_costs_little_beside_a_forward_pass() -> None:
+    """About 2 % of a small network's forward and backward pass (docs/reliability.md); 30 % allows for a busy machine."""
+    x, y = torch.randn(4000, 784), torch.randint(10, (4000,))
+    model = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
+
+    def seconds(work: Any) -> float:
+        taken = []
+        for _ in range(5):
+            start = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - start)
+        return min(taken)
+
+    epoch = seconds(lambda: nn.functional.cross_entropy(model(x), y).backward())
+    assert seconds(lambda: digest(x, y)) < 0.3 * epoch
