@@ -112,7 +112,7 @@ def test_writes_through_data_are_noticed(which: str) -> None:
 
 
 def test_a_fingerprint_costs_little_beside_a_forward_pass() -> None:
-    """About 2 % of a small network's forward and backward pass (docs/reliability.md); 30 % allows for a busy machine."""
+    """About 2 % of a small network's forward and backward pass (docs/reliability.md); 30 % for a busy machine."""
     x, y = torch.randn(4000, 784), torch.randint(10, (4000,))
     model = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
 

@@ -81,8 +81,8 @@ def _keys(count: int) -> Tensor:
 
 
 def mix(numbers: Tensor) -> Tensor:
-    """A hash of each 64-bit integer, in place: splitmix64, with arithmetic shifts."""
+    """A hash of each 64-bit integer, in place: splitmix64, no two of which are alike."""
     numbers.mul_(-7046029254386353131)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        numbers.bitwise_xor_(numbers >> shift).mul_(factor)
-    return numbers.bitwise_xor_(numbers >> 31)
+        numbers.bitwise_xor_((numbers >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
+    return numbers.bitwise_xor_((numbers >> 31).bitwise_and_(2**33 - 1))
