@@ -35,13 +35,22 @@ from lapis.likelihoods import (
 )
 from lapis.network import split_vector
 from lapis.normalised import normalised_groups
-from lapis.posteriors import SWAG, DrawnPosterior, ImplicitPosterior, LaplacePosterior, Posterior, load
+from lapis.posteriors import (
+    SWAG,
+    DrawnPosterior,
+    ImplicitPosterior,
+    LaplacePosterior,
+    Posterior,
+    VariationalPosterior,
+    load,
+)
 from lapis.posteriors.dropout import dropout
 from lapis.posteriors.laplace.fit import laplace
 from lapis.posteriors.laplace.subnetwork import Subnetwork
 from lapis.predictions import Prediction
 from lapis.priors import Prior
 from lapis.training import Comparison, compare, swag, train
+from lapis.training.variational.fit import variational
 
 if TYPE_CHECKING:
     from lapis import plots
@@ -106,6 +115,7 @@ __all__ = [
     "PriorError",
     "StructureError",
     "Subnetwork",
+    "VariationalPosterior",
     "compare",
     "dropout",
     "laplace",
@@ -117,4 +127,5 @@ __all__ = [
     "swag",
     "train",
     "unflatten",
+    "variational",
 ]

@@ -238,6 +238,22 @@ class Network:
                 registry[name] = parameter
 
     @contextmanager
+    def at(self, weights: Tensor) -> Iterator[None]:
+        """Let the module hold other chosen weights (P,) until the context ends; its own tensors are not written to.
+
+        Unlike under `replaced`, the parameters stay the same objects, for code that identifies them.
+        """
+        before = {name: parameter.data for name, parameter in self.parameters.items()}
+        others = self.unflatten(weights.detach().to(self.dtype))
+        try:
+            for name, values in others.items():
+                self.parameters[name].data = values
+            yield
+        finally:
+            for name, values in before.items():
+                self.parameters[name].data = values
+
+    @contextmanager
     def prepared(self) -> Iterator[None]:
         """Evaluation mode, gradients for the chosen weights only, no hooks on gradients; restored at the end."""
         if self._prepared:

@@ -1,6 +1,7 @@
 """Posteriors over a network's functions: the interface `Posterior`, and the classes that implement it."""
 
 from lapis.posteriors.dropout import DropoutPosterior
+from lapis.posteriors.factored import FactoredPosterior
 from lapis.posteriors.laplace.drawn import DrawnPosterior
 from lapis.posteriors.laplace.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
@@ -8,11 +9,13 @@ from lapis.posteriors.over_weights import GaussianPosterior, LinearisedPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, Posterior, State
 from lapis.posteriors.storage import load
 from lapis.posteriors.swag import SWAG, SWAGPosterior
+from lapis.posteriors.variational import VariationalPosterior
 
 __all__ = [
     "SWAG",
     "DrawnPosterior",
     "DropoutPosterior",
+    "FactoredPosterior",
     "Facts",
     "GaussianPosterior",
     "ImplicitPosterior",
@@ -22,6 +25,7 @@ __all__ = [
     "Posterior",
     "SWAGPosterior",
     "State",
+    "VariationalPosterior",
     "WeightPosterior",
     "load",
 ]

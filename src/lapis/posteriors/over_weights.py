@@ -67,13 +67,13 @@ class WeightPosterior(Posterior):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LinearisedPosterior(WeightPosterior):
-    """A posterior whose network is linearised at the module's weights t: f(x) + J(x) (theta - t).
+    """A posterior whose network is linearised at weights t: f(x) + J(x) (theta - t).
 
     Outputs are then Gaussian, with mean f(x) + J(x) (mean - t) and the covariance that `_outputs` computes.
 
     Args:
         mean: of the weights, (P,); it may differ from t.
-        point: t, (P,), where the network is linearised: the module's weights at the fit.
+        point: t, (P,), where the network is linearised: the module's weights at the fit, unless a class says otherwise.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("linearised", "sampled")

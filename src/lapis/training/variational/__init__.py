@@ -1,0 +1,1 @@
+"""Variational inference for any network: a Gaussian over its weights, fitted by pathwise gradients of the ELBO."""

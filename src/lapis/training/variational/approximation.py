@@ -1,0 +1,69 @@
+"""The Gaussian over the weights while it is fitted: its parameters, its divergence from the prior, the best prior."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapis.priors import WeightPrior
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """q(theta) = N(mean, diag(exp(2 log_deviation)) + F^T F); its tensors are leaves that an optimiser changes.
+
+    Standard deviations are fitted by their logarithms: they differ by orders of magnitude between weights.
+    """
+
+    mean: Tensor
+    """(P,)"""
+    log_deviation: Tensor
+    """(P,)"""
+    factors: Tensor | None = None
+    """F, (K, P)."""
+
+    def parameters(self) -> list[Tensor]:
+        found = [self.mean, self.log_deviation]
+        return found if self.factors is None else [*found, self.factors]
+
+    def variance(self) -> Tensor:
+        """Of each weight, (P,) float64."""
+        diagonal = (2 * self.log_deviation.double()).exp()
+        return diagonal if self.factors is None else diagonal + self.factors.double().square().sum(0)
+
+    def logdet(self) -> Tensor:
+        """log |covariance|, 0-d float64, by the matrix determinant lemma."""
+        total = 2 * self.log_deviation.double().sum()
+        if self.factors is None:
+            return total
+        scaled = self.factors.double() * (-self.log_deviation.double()).exp()
+        inner = scaled @ scaled.mT
+        return total + torch.logdet(inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
+
+    def divergence(self, prior: WeightPrior) -> Tensor:
+        """KL(q | prior), nats, 0-d float64:
+
+        1/2 [tr(Lambda Sigma) + |mean - m|^2_Lambda - P - log |Lambda| - log |Sigma|].
+        """
+        moments = self.variance() + (self.mean.double() - prior.mean).square()
+        known = (prior.vector() * moments).sum() - len(self.mean) - prior.logdet() - self.logdet()
+        return 0.5 * known
+
+    def best_prior(self, prior: WeightPrior) -> WeightPrior:
+        """The precisions with the highest ELBO, P_g / E_q|theta_g - m_g|^2: that of each group in closed form."""
+        with torch.no_grad():
+            moments = self.variance() + (self.mean.double() - prior.mean).square()
+            if prior.scales is not None:
+                moments = moments * prior.scales
+            total = torch.zeros_like(prior.precision).index_add(0, prior.group_index(), moments)
+            return prior.with_precision(prior.sizes() / total)
+
+
+def small_deviations(mean: Tensor, prior: WeightPrior, share: float = 0.1) -> Tensor:
+    """Deviations (P,) to start from: a share of the prior's, or of the typical distance of the mean from it."""
+    wide = prior.vector().detach().rsqrt()
+    typical = float((mean.double() - prior.mean).square().mean().sqrt())
+    return share * (wide.clamp(max=typical) if math.isfinite(typical) and typical > 0 else wide)

@@ -1,0 +1,184 @@
+"""Ascent of the ELBO: optimiser steps on minibatches, the trace, and whether it has stopped climbing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapis.batches import Batch, naming
+from lapis.errors import ModelError
+from lapis.likelihoods import Gaussian, Likelihood
+from lapis.priors import WeightPrior
+from lapis.schema import under
+from lapis.training.state import load_optimiser, optimiser_parts
+from lapis.training.variational.approximation import Approximation
+from lapis.training.variational.perturbation import Draws, Pass
+
+CONSTANT = 0.6
+"""Share of the steps with a constant learning rate; it then goes down to zero by a cosine."""
+
+WINDOWS = 50
+"""Entries of the trace, at most."""
+
+LOGARITHMIC_RATE = 0.02
+"""Learning rate of logarithms (deviations, noise), which have no scale."""
+
+WARM_UP = 0.1
+"""Share of the steps before prior precisions are tuned: deviations that are still small would tighten the prior."""
+
+CLIMB = 0.01
+"""Nats an example by which the ELBO may still rise from one third of the steps at constant rate to the next."""
+
+ERRORS = 3.0
+"""Standard errors that such a rise must exceed to be one."""
+
+EVALUATIONS = 8
+"""Passes over all data for the ELBO of the result."""
+
+
+@dataclass
+class Ascent:
+    """The state of a fit; everything that a checkpoint holds."""
+
+    q: Approximation
+    draws: Draws
+    likelihood: Likelihood
+    prior: WeightPrior
+    n_data: int
+    steps: int
+    passes: int
+    """Forward passes, each with its own draws, for one step."""
+    rate: float
+    tunes_prior: bool
+    log_noise: Tensor | None
+    """A leaf if the noise is learnt."""
+    done: int = 0
+    """Steps made."""
+    rounds: int = 0
+    estimates: list[float] = field(default_factory=list)
+    """The ELBO of each step, estimated from its batch."""
+    optimiser: torch.optim.Adam = field(init=False)
+
+    def __post_init__(self) -> None:
+        scaled = [self.q.mean] if self.q.factors is None else [self.q.mean, self.q.factors]
+        logarithms = [self.q.log_deviation] if self.log_noise is None else [self.q.log_deviation, self.log_noise]
+        self.optimiser = torch.optim.Adam(
+            [{"params": scaled, "first": self.rate}, {"params": logarithms, "first": LOGARITHMIC_RATE}]
+        )
+
+    def current_likelihood(self) -> Likelihood:
+        """The likelihood with the noise learnt so far."""
+        return self.likelihood if self.log_noise is None else self.likelihood.with_noise(self.log_noise.exp())
+
+    def loss(self, made: Pass, batch: Batch) -> Tensor:
+        """E[-log p(y | f)] of each example, (B,): at drawn outputs; if Gaussian, over outputs of known moments."""
+        likelihood = self.current_likelihood()
+        if made.moments is None or not isinstance(likelihood, Gaussian):
+            f = likelihood.canonical(made.raw)
+            return likelihood.nll(f, likelihood.targets(batch.targets, f, made.raw.shape))
+        mean, variance = map(likelihood.canonical, made.moments)
+        y = likelihood.targets(batch.targets, mean, made.raw.shape)
+        return likelihood.nll(mean, y) + 0.5 * (variance * likelihood.root(mean).square()).sum((1, 2))
+
+    def climb(self, stream: Iterable[Batch], generator: torch.Generator) -> None:
+        """One round: a step on -ELBO / N for each batch, until all steps are made."""
+        parameters = [*self.q.parameters(), *([] if self.log_noise is None else [self.log_noise])]
+        for batch in stream:
+            if self.done == self.steps:
+                break
+            with naming(batch.where):
+                self._step(batch, parameters, generator)
+        self.rounds += 1
+
+    def _step(self, batch: Batch, parameters: list[Tensor], generator: torch.Generator) -> None:
+        def loss(made: Pass) -> Tensor:
+            return self.loss(made, batch).mean()
+
+        divergence = self.q.divergence(self.prior)
+        pull = torch.autograd.grad(divergence, parameters, allow_unused=True)  # the noise has no part in it
+        total = [torch.zeros_like(p) if g is None else g / self.n_data for p, g in zip(parameters, pull, strict=True)]
+        expected = 0.0
+        for _ in range(self.passes):
+            value, gradients = self.draws.gradient(batch.inputs, loss, parameters, generator)
+            expected += float(value) / self.passes
+            total = [before + g / self.passes for before, g in zip(total, gradients, strict=True)]
+        estimate = -self.n_data * expected - float(divergence.detach())
+        if not math.isfinite(estimate):
+            raise ModelError(
+                f"Variational inference diverged at step {self.done + 1}",
+                expected="a finite ELBO",
+                got=str(estimate),
+                do="use a smaller learning_rate, or scale the inputs and targets",
+            )
+        for parameter, gradient in zip(parameters, total, strict=True):
+            parameter.grad = gradient
+        for group in self.optimiser.param_groups:
+            group["lr"] = group["first"] * self._decay()
+        self.optimiser.step()
+        self.done += 1
+        self.estimates.append(estimate)
+        if self.tunes_prior and self.done >= WARM_UP * self.steps:
+            self.prior = self.q.best_prior(self.prior)
+
+    def _decay(self) -> float:
+        """The share of the first learning rate at this step."""
+        share = self.done / self.steps
+        return 1.0 if share < CONSTANT else 0.5 * (1 + math.cos(math.pi * (share - CONSTANT) / (1 - CONSTANT)))
+
+    def trace(self) -> tuple[float, ...]:
+        """Means of the estimates over equal shares of the steps."""
+        parts = torch.tensor(self.estimates, dtype=torch.float64).tensor_split(min(WINDOWS, len(self.estimates)))
+        return tuple(float(part.mean()) for part in parts)
+
+    def convergence(self) -> tuple[bool, str]:
+        """Whether the ELBO had stopped climbing while the learning rate was constant, and why not."""
+        constant = torch.tensor(self.estimates, dtype=torch.float64)[: max(3, int(CONSTANT * self.steps))]
+        if len(constant) < 6:
+            return False, f"{len(self.estimates)} steps are too few to tell"
+        before, after = constant.tensor_split(3)[1:]
+        rise = float(after.mean() - before.mean())
+        error = math.sqrt(float(before.var() / len(before) + after.var() / len(after)))
+        if rise > max(CLIMB * self.n_data, ERRORS * error):
+            return False, f"the ELBO still rose by {rise:.3g} nats over {len(after):,} steps"
+        return True, "the ELBO climbs no more"
+
+    def evaluate(self, batches: Iterable[Batch], generator: torch.Generator) -> Tensor:
+        """Estimates (EVALUATIONS,) of E_q[log p(D | theta)], each from one draw for each batch; float64."""
+        total = torch.zeros(EVALUATIONS, dtype=torch.float64)
+        for batch in batches:
+            for i in range(EVALUATIONS):
+
+                def loss(made: Pass, batch: Batch = batch) -> Tensor:
+                    return self.loss(made, batch).double().sum()
+
+                total[i] -= self.draws.value(batch.inputs, loss, generator).cpu()
+        return total
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The fit as tensors, copied, and as facts for JSON; `load` takes both."""
+        moments, numbers = optimiser_parts(self.optimiser)
+        tensors = {f"optimiser.{name}": tensor for name, tensor in moments.items()}
+        tensors |= {f"q.{i}": parameter for i, parameter in enumerate(self.q.parameters())}
+        tensors |= {"precision": self.prior.precision}
+        if self.log_noise is not None:
+            tensors["log_noise"] = self.log_noise
+        facts = {"optimiser": numbers, "done": self.done, "rounds": self.rounds, "estimates": list(self.estimates)}
+        facts["each_example"] = sorted(self.draws.each_example)
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}, facts
+
+    def load(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Go on from a state that an earlier fit left."""
+        load_optimiser(self.optimiser, under("optimiser.", tensors), facts["optimiser"])
+        with torch.no_grad():
+            for i, parameter in enumerate(self.q.parameters()):
+                parameter.copy_(tensors[f"q.{i}"])
+            if self.log_noise is not None:
+                self.log_noise.copy_(tensors["log_noise"])
+        self.prior = self.prior.with_precision(tensors["precision"].to(self.prior.precision))
+        self.done, self.rounds, self.estimates = facts["done"], facts["rounds"], facts["estimates"]
+        self.draws.each_example = frozenset(facts["each_example"])

@@ -1,0 +1,298 @@
+"""`lapis.variational`: variational inference for any network, from its options to the posterior."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lapis.batches import Batch, Inputs, batch_length, batches, describe, digest, map_tensors, take
+from lapis.checkpoint import Checkpoint
+from lapis.curvature.tape import Tape
+from lapis.errors import LapisWarning, OptionError
+from lapis.files import tensors_digest
+from lapis.likelihoods import Likelihood
+from lapis.likelihoods import resolve as resolve_likelihood
+from lapis.network import Network, Weights
+from lapis.options import check_choice, check_count, check_generator, check_positive
+from lapis.posteriors.posterior import MEMORY_BUDGET, Facts
+from lapis.posteriors.variational import Inference, VariationalPosterior
+from lapis.priors import Prior, WeightPrior, as_prior
+from lapis.progress import track
+from lapis.training.budget import EXAMPLES, STEPS, default_batch_size, plan_budget
+from lapis.training.data import own_randomness, shuffled, survey
+from lapis.training.variational.approximation import Approximation, small_deviations
+from lapis.training.variational.ascent import Ascent
+from lapis.training.variational.perturbation import Draws
+
+ROUND = 50
+"""Steps, at least, that draw from one seed: a checkpoint can be written after these."""
+
+FACTOR_SHARE = 0.1
+"""Factors start at random, this share of the deviations: at zero the ELBO has no gradient in them."""
+
+
+def variational(
+    model: nn.Module,
+    data: Any,
+    likelihood: str | Likelihood,
+    *,
+    prior: Prior | float | Tensor = 1.0,
+    steps: int | None = None,
+    draws: int = 1,
+    rank: int = 0,
+    tune: bool = False,
+    noise: bool = False,
+    mean: Tensor | None = None,
+    deviation: float | Tensor | None = None,
+    weights: Weights = "all",
+    reparameterisation: Literal["local", "weights"] = "local",
+    learning_rate: float | None = None,
+    batch_size: int | None = None,
+    generator: torch.Generator | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    memory_budget: int = MEMORY_BUDGET,
+    progress: bool | None = None,
+) -> VariationalPosterior:
+    r"""Fit a Gaussian over the weights by variational inference (mean-field, unless a `rank` is given).
+
+    q(theta) = N(mean, diag(deviation^2) + F^T F) maximises
+
+        ELBO = E_q[log p(D | theta)] - KL(q | prior)
+
+    by Adam on pathwise gradients: minibatches of M of the N examples, whose log likelihood counts N / M times, with
+    the KL in closed form. The network is any module: weights are replaced while it runs, and the model is left as it
+    was, in evaluation mode meanwhile (no dropout; running statistics of batch norm). Weights that a linear or
+    convolutional layer uses once are drawn anew for every example, the others once for a batch
+    (`training/variational/perturbation.py`): the gradient is unbiased either way, and far less noisy so. The expected
+    log likelihood of Gaussian outputs of a last linear layer is taken in closed form.
+
+    Args:
+        model: a network, best a trained one: its weights are where the means start.
+        data: see `lapis.laplace`; pairs and Datasets are shuffled anew every epoch. They are read many times.
+        likelihood: see `lapis.laplace`.
+        prior: a precision, or a `Prior` with groups, means and scales.
+        steps: optimiser steps; by default 4000, times sqrt(N / 1000) for more than 1000 examples. The learning rate is
+            constant for six tenths of them and then falls to zero. A LapisWarning says if the ELBO was still climbing.
+        draws: forward passes, with fresh draws, for each step.
+        rank: rows of F. With the low-rank part the weights are correlated; its draws are shared by a batch.
+        tune: tune the prior's precisions by the ELBO, in closed form: P_g / E_q|theta_g - m_g|^2 for each group.
+        noise: learn a Gaussian likelihood's noise by the ELBO; it starts at the likelihood's own, or for
+            "regression" at the targets' standard deviation.
+        mean: where the means start, (P,); by default the model's weights.
+        deviation: where the deviations start, a number or (P,); by default a tenth of the prior's, or of the root mean
+            square of the weights where that is less. From a Laplace posterior: `posterior.marginal_variance().sqrt()`.
+        weights: which weights are uncertain, see `lapis.laplace`.
+        reparameterisation: "local" as above, or "weights": every weight is drawn once for a batch.
+        learning_rate: of the means; by default 0.7 / sqrt(number of weights), within 0.001 .. 0.03.
+        batch_size: for data that are not batched yet; by default 2.5e6 / number of weights, within 128 .. 2048.
+        generator: source of randomness; seeded with 0 when None.
+        checkpoint: a file in which the fit is kept. When it exists the fit goes on from there, and ends as it would
+            have without the interruption.
+        memory_budget: bytes of working memory for predictions.
+        progress: show a bar; by default on a terminal only.
+
+    >>> import lapis
+    >>> x = torch.linspace(-1, 1, 50, dtype=torch.float64)[:, None]
+    >>> posterior = lapis.variational(nn.Linear(1, 1).double(), (x, 2 * x), lapis.Gaussian(0.5), steps=1500)
+    >>> posterior.inference.converged, [round(float(value), 2) for value in posterior.mean]
+    (True, [1.97, 0.0])
+    """
+    family = resolve_likelihood(likelihood)
+    _check(steps, draws, rank, batch_size, memory_budget, learning_rate, generator)
+    check_choice("reparameterisation", reparameterisation, ("local", "weights"))
+    if noise and family.noise is None:
+        raise OptionError(
+            f"The {family.name} likelihood has no noise to learn",
+            expected="noise=True with a Gaussian likelihood only",
+            got=f"noise=True and {family.name}",
+            do="leave noise out",
+        )
+    probe = Network(model)
+    size = default_batch_size(probe.size) if batch_size is None else batch_size
+    source = generator or torch.Generator().manual_seed(0)
+    seed = int(torch.randint(2**62, (), generator=source, device=source.device))
+    with own_randomness(probe, seed):
+        found = survey(data, probe, size)
+    network = probe if isinstance(weights, str) and weights == "all" else Network(model, weights, example=found.example)
+    network.example, network.signature = found.example, describe(found.example)
+    weight_prior = as_prior(prior).resolve(network)
+    if noise and isinstance(likelihood, str):
+        family = family.with_noise(found.spread)
+    budget = plan_budget(found.n_data, found.n_batches, network.size, learning_rate=learning_rate)
+    if steps is None:
+        steps = math.ceil(STEPS * max(1.0, math.sqrt(found.n_data / EXAMPLES)))
+
+    def numbered(number: int) -> torch.Generator:
+        """The source of one round, so that a fit that goes on ends as it would have."""
+        return torch.Generator(network.device).manual_seed((seed + number) % 2**63)
+
+    q = _start(network, weight_prior, mean, deviation, rank, numbered(0))
+    settings = {
+        "steps": steps, "draws": draws, "rank": rank, "tune": tune, "noise": noise, "batch_size": size, "seed": seed,
+        "reparameterisation": reparameterisation, "learning_rate": budget.learning_rate, "likelihood": family.name,
+        "n_data": found.n_data, "fingerprint": network.fingerprint(), "n_weights": network.size,
+        "start": tensors_digest({"mean": q.mean, "deviation": q.log_deviation, "precision": weight_prior.vector()}),
+    }  # fmt: skip
+    kept = Checkpoint(checkpoint, "variational fit", settings, network.key())
+    with network.prepared(), kept.guarded():
+        outputs = _first_look(network, family, found.example)
+        local = reparameterisation == "local"
+        drawn = Draws.found(network, q, _sizes(found.example), numbered(0)) if local else Draws(network, q)
+        log_noise = None
+        if noise and family.noise is not None:
+            log_noise = family.noise.detach().log().to(network.device).requires_grad_()
+        ascent = Ascent(
+            q, drawn, family, weight_prior, found.n_data, steps, draws, budget.learning_rate, tune, log_noise
+        )
+        if kept.tensors:
+            ascent.load(kept.tensors, kept.facts)
+
+        passes = math.ceil(ROUND / found.n_batches)
+
+        def rounds() -> Iterator[int]:
+            while ascent.done < steps:
+                yield ascent.rounds + 1
+
+        total = math.ceil((steps - ascent.done) / (passes * found.n_batches))
+        for number in track(rounds(), "variational inference", total, progress):
+            with own_randomness(network, seed + number):
+                stream = chain.from_iterable(shuffled(data, network, size) for _ in range(passes))
+                ascent.climb(stream, numbered(number))
+            if checkpoint is not None:
+                kept.offer(*ascent.state())
+        with own_randomness(network, seed):
+            held = _Digested(batches(data, dtype=network.dtype, device=network.device, batch_size=size)[0])
+            log_likelihoods = ascent.evaluate(held, numbered(-1))
+    if checkpoint is not None:
+        kept.offer(*ascent.state(), now=True)
+    divergence = float(q.divergence(ascent.prior).detach())
+    converged, reason = ascent.convergence()
+    if not converged:
+        warnings.warn(
+            f"Variational inference has not converged: {reason}. Raise steps (now {steps:,}), or learning_rate.",
+            LapisWarning,
+            stacklevel=2,
+        )
+    where = q.mean.detach()
+    return VariationalPosterior(
+        network=network,
+        likelihood=family if log_noise is None else family.with_noise(log_noise.detach().exp()),
+        facts=Facts(found.n_data, outputs, network.signature, network.fingerprint(), memory_budget),
+        mean=where,
+        point=where,
+        deviation=q.log_deviation.detach().exp(),
+        factors=None if q.factors is None else q.factors.detach(),
+        weight_prior=ascent.prior,
+        inference=Inference(
+            elbo=float(log_likelihoods.mean()) - divergence,
+            elbo_error=float(log_likelihoods.std()) / math.sqrt(len(log_likelihoods)),
+            divergence=divergence,
+            trace=ascent.trace(),
+            steps=steps,
+            converged=converged,
+            reason=reason,
+            each_example=tuple(sorted(drawn.each_example)),
+            tuned=tune,
+            noise=noise,
+            digest=held.digest,
+        ),
+    )
+
+
+def _first_look(network: Network, likelihood: Likelihood, example: Inputs) -> int:
+    """The number of outputs, after a check of a few examples: they must not see each other."""
+    f = Tape(network, likelihood.canonical).record(example).f
+    likelihood.check_outputs(f)
+    suspicion = likelihood.suspicion(f)
+    if suspicion is not None:
+        warnings.warn(suspicion, LapisWarning, stacklevel=3)
+    return f.shape[-1]
+
+
+def _sizes(example: Inputs) -> list[Inputs]:
+    """The examples in two batches of different sizes."""
+    length = batch_length(example)
+    if length == 1:
+        return [example, map_tensors(lambda tensor: torch.cat([tensor, tensor]), example)]
+    return [example, take(example, 0, length - 1)]
+
+
+def _start(
+    network: Network,
+    prior: WeightPrior,
+    mean: Tensor | None,
+    deviation: float | Tensor | None,
+    rank: int,
+    generator: torch.Generator,
+) -> Approximation:
+    """The Gaussian to start from."""
+    centre = network.flat() if mean is None else _vector("mean", mean, network, positive=False)
+    if deviation is None:
+        spread = small_deviations(centre, prior)
+    elif isinstance(deviation, Tensor) and deviation.dim():
+        spread = _vector("deviation", deviation, network, positive=True)
+    else:
+        check_positive("deviation", float(deviation))
+        spread = torch.full_like(centre, float(deviation))
+    spread = spread.to(centre)
+    factors = None
+    if rank:
+        noise = torch.randn(rank, network.size, dtype=network.dtype, generator=generator, device=generator.device)
+        factors = (FACTOR_SHARE * spread * noise).requires_grad_()
+    return Approximation(centre.requires_grad_(), spread.log().requires_grad_(), factors)
+
+
+def _vector(name: str, value: Any, network: Network, positive: bool) -> Tensor:
+    """A copy of a checked vector over the chosen weights, in their dtype."""
+    fits = isinstance(value, Tensor) and tuple(value.shape) == (network.size,)
+    if not fits or not bool(torch.isfinite(value).all()) or (positive and not bool((value > 0).all())):
+        raise OptionError(
+            f"Bad {name} to start from",
+            expected=f"a finite{' and positive' if positive else ''} tensor ({network.size},)",
+            got=str(tuple(value.shape)) + (" with other values" if fits else "")
+            if isinstance(value, Tensor)
+            else repr(value),
+            do="pass one number for each chosen weight, in the order of named_parameters()",
+        )
+    copied: Tensor = value.detach().to(network.device, network.dtype, copy=True)
+    return copied
+
+
+class _Digested:
+    """Batches, with the fingerprint of all that were read."""
+
+    def __init__(self, stream: Iterator[Batch]) -> None:
+        self._stream = stream
+        self.digest = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._stream:
+            self.digest = (self.digest + digest(batch.inputs, batch.targets)) % 2**64
+            yield batch
+
+
+def _check(
+    steps: int | None,
+    draws: int,
+    rank: int,
+    batch_size: int | None,
+    memory_budget: int,
+    learning_rate: float | None,
+    generator: torch.Generator | None,
+) -> None:
+    for name, value in (("steps", steps), ("batch_size", batch_size)):
+        if value is not None:
+            check_count(name, value)
+    check_count("draws", draws)
+    check_count("rank", rank, least=0)
+    check_count("memory_budget", memory_budget)
+    if learning_rate is not None:
+        check_positive("learning_rate", learning_rate)
+    check_generator(generator)
