@@ -16,6 +16,7 @@ from scipy.stats import chi2
 from torch import Tensor, nn
 
 import lapis
+from cases import CASES
 from untouched import untouched
 
 F64 = torch.float64
@@ -219,3 +220,23 @@ def test_updates_and_files_keep_the_choice(tmp_path: Path) -> None:
     assert loaded.choices == some.choices
     torch.testing.assert_close(loaded.precision(), whole.precision())
     torch.testing.assert_close(loaded.predict(x).variance, whole.predict(x).variance)
+
+
+# their columns of the Jacobian -------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths")
+@pytest.mark.parametrize("name", CASES)
+def test_columns_of_single_weights_are_those_of_the_whole_jacobian(name: str) -> None:
+    """In every network of the suite; where rules for layers explain all weights, they explain single ones too."""
+    case = CASES[name]
+    model, data = case.make_model(), case.make_batch()
+    options: dict[str, Any] = {"structure": "dense", "curvature": "exact"}
+    whole = lapis.laplace(model, data, case.likelihood.build(), weights="all", **options)
+    mask = torch.rand(whole.n_weights, generator=torch.Generator().manual_seed(4)) < 0.4
+    with untouched(model):
+        part = lapis.laplace(model, data, case.likelihood.build(), weights=mask, **options)
+    assert part.network.indices
+    torch.testing.assert_close(part.precision(), whole.precision()[mask][:, mask], rtol=1e-8, atol=1e-10)
+    general = part.curvature.tape.plan.general & set(part.network.indices)
+    assert general <= whole.curvature.tape.plan.general

@@ -77,10 +77,17 @@ def _prove(network: Network, record: Record) -> _Proven:
 
 def _example_bytes(record: Record) -> ExampleBytes:
     inputs, moments, gradients = [0], [0], 0
-    for contribution in record.contributions(torch.ones_like(record.f)[None], record.plan.sites):
+    sites = record.plan.sites
+    for site, contribution in zip(sites, record.contributions(torch.ones_like(record.f)[None], sites), strict=True):
         if isinstance(contribution, Outer):
             inputs.append(contribution.inputs().numel())
             moments.append(inputs[-1] // contribution.saving)
+        elif record.is_partial(site) and record.explains(site):
+            for call, use in record.uses_of(site):
+                gradients += call.output_shape.numel()
+                if isinstance(use, OuterUse) and use.weight is not None and use.weight.name == site.slots[0].name:
+                    inputs.append(use.inputs().numel())
+                    moments.append(inputs[-1])
         gradients += contribution.values.numel() if isinstance(contribution, Rows) else contribution.g.numel()
     counts = (sum(inputs), max(inputs), max(moments), gradients)
     return ExampleBytes(*(count * record.f.element_size() // len(record) for count in counts))
@@ -96,13 +103,18 @@ def _sites(network: Network, uses: list[Use]) -> tuple[list[Site], set[str]]:
     occurrences = Counter(rows for key in keys for rows in key if rows is not None)
     by_slot: dict[tuple[str, int, int], list[tuple[Use, Slot]]] = defaultdict(list)
     joint: dict[Key, Site] = {}
+    partial: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for use in uses:
+        for slot in (use.weight, use.bias):
+            if slot is not None and slot.name in network.indices:
+                partial[slot.name].add((slot.start, slot.stop))
         shared = any(rows is not None and occurrences[rows] > 1 for rows in _key(use))
-        if isinstance(use, OuterUse) and use.weight and use.bias and not shared:
+        split = any(slot is not None and slot.name in network.indices for slot in (use.weight, use.bias))
+        if isinstance(use, OuterUse) and use.weight and use.bias and not shared and not split:
             joint[_key(use)] = Site("outer", use.weight, use.bias)
         else:
             for slot in (use.weight, use.bias):
-                if slot is not None:
+                if slot is not None and slot.name not in network.indices:
                     by_slot[slot.rows].append((use, slot))
     sites = list(joint.values())
     for members in by_slot.values():
@@ -111,6 +123,9 @@ def _sites(network: Network, uses: list[Use]) -> tuple[list[Site], set[str]]:
     for site in sites:
         for slot in site.slots:
             covered[slot.name].append((slot.start, slot.stop))
+    for name, rows in partial.items():
+        sites.append(Site("rows", whole(network, name)))
+        covered[name] = list(rows)
     loose = {name for name in network.names if not _tiles(covered[name], network.shapes[name])}
     return sites, loose
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Inputs, batch_length, map_tensors, take
+from lapis.curvature.backward.entries import Entries
 from lapis.curvature.backward.per_example import PerExample
 from lapis.curvature.backward.proof import unexplained
 from lapis.curvature.backward.record import Record
@@ -20,7 +21,7 @@ from lapis.curvature.outputs import check_finite
 from lapis.curvature.recording.batch_axis import BatchAxis, locate
 from lapis.curvature.recording.layers import Call, Use
 from lapis.curvature.recording.listener import MODULE_RULES, Listener, listening
-from lapis.curvature.recording.sites import Plan, whole
+from lapis.curvature.recording.sites import Plan, entire
 from lapis.errors import DataError, ModelError
 from lapis.network import Network
 from lapis.proofs import close
@@ -53,11 +54,8 @@ class Tape:
         self.example_bytes = ExampleBytes(0, 0, 0, 0)
         self.batches_seeds = True
         """Whether the latest record backpropagates several seeds together."""
-        self._slots = {
-            id(parameter): whole(network, name)
-            for name, parameter in network.parameters.items()
-            if name not in network.indices  # parameters chosen in part use per-example gradients
-        }
+        self._slots = {id(parameter): entire(network, name) for name, parameter in network.parameters.items()}
+        self._entries = Entries(network)
         self._axes: dict[Any, list[BatchAxis | None]] = {}
         """By batch length, calls and shapes: the axis of the examples in each call."""
         self._folds: dict[Any, BatchAxis] = {}
@@ -89,7 +87,9 @@ class Tape:
                 for call, axis in zip(listener.calls, axes, strict=True)
             ]
             trace = ([call.key for call in listener.calls], axes, shapes, f.dtype, frozenset(lost))
-        record = Record(inputs, raw.shape, f, uses, lost, trace, self.plan, self._per_example, self.network.proofs)
+        record = Record(
+            inputs, raw.shape, f, uses, lost, trace, self.plan, self._per_example, self._entries, self.network.proofs
+        )
         self.batches_seeds = record.gradients.batched
         if self.plan.sites and (listener.picks or not self._trusted):
             # indexed rows may belong to other examples than in the planning batch; user rules need a proof here, since

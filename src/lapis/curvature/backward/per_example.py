@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Inputs, batch_length, map_tensors, take
+from lapis.curvature.backward.contributions import CHUNK_BYTES
 from lapis.errors import DataError
 from lapis.network import Network, flat_gradient
 
@@ -22,8 +23,17 @@ class PerExample:
 
     def rows(self, inputs: Inputs, names: Sequence[str], seeds: Tensor) -> dict[str, Tensor]:
         """Gradients of sum(seed * f) for `seeds` (M, B, T, C): parameter name -> (M, B, chosen entries)."""
-        found = self._whole_rows(inputs, names, seeds)
-        return {name: self.network.pick(name, rows) for name, rows in found.items()}
+        if not any(name in self.network.indices for name in names):
+            return self._whole_rows(inputs, names, seeds)
+        # gradients come whole, so only those of a few examples are in memory before the chosen entries are picked
+        size = sum(self.network.parameters[name].numel() for name in names)
+        step = max(1, CHUNK_BYTES // (len(seeds) * size * seeds.element_size()))
+        parts: list[dict[str, Tensor]] = []
+        for start in range(0, seeds.shape[1], step):
+            some = slice(start, min(start + step, seeds.shape[1]))
+            found = self._whole_rows(take(inputs, some.start, some.stop), names, seeds[:, some])
+            parts.append({name: self.network.pick(name, rows).clone() for name, rows in found.items()})
+        return {name: torch.cat([part[name] for part in parts], 1) for name in names}
 
     def _whole_rows(self, inputs: Inputs, names: Sequence[str], seeds: Tensor) -> dict[str, Tensor]:
         """The same for all entries of the parameters."""

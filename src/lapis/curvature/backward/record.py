@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapis.batches import Inputs
 from lapis.curvature.backward.contributions import Contribution, Lookup, Outer, Rows
+from lapis.curvature.backward.entries import Entries
 from lapis.curvature.backward.gradients import Gradients
 from lapis.curvature.backward.per_example import PerExample
 from lapis.curvature.recording.layers import Call, LookupUse, OuterUse, RowsUse, Use
@@ -39,10 +40,12 @@ class Record:
         trace: Any,
         plan: Plan,
         per_example: PerExample,
+        entries: Entries,
         proofs: Proofs,
     ) -> None:
         self.inputs, self.raw_shape, self.f, self.uses = inputs, raw_shape, f, uses
-        self.lost, self.trace, self.plan, self.per_example, self.proofs = lost, trace, plan, per_example, proofs
+        self.lost, self.trace, self.plan, self.proofs = lost, trace, plan, proofs
+        self.per_example, self.entries = per_example, entries
         self.calls = list({id(call): call for call, _ in uses}.values())
         self.gradients = Gradients(f, self.calls, proofs)
         self.keep_inputs = False
@@ -58,7 +61,7 @@ class Record:
         """Each site's Jacobian of sum(seed * f), in factored form, for `seeds` (M, B, T, C)."""
         sites = self.plan.sites if sites is None else sites
         gradients = self.gradients.at_calls(seeds)
-        uses = [self._uses(site) for site in sites]
+        uses = [self.uses_of(site) for site in sites]
         # these take per-example gradients: always, or in this batch (a layer that sees only some examples, or none)
         loose = [not self.explains(site) for site in sites]
         names = {slot.name for site, is_loose in zip(sites, loose, strict=True) if is_loose for slot in site.slots}
@@ -87,19 +90,26 @@ class Record:
 
     def explains(self, site: Site) -> bool:
         """Whether the site's weights were used, and every use was interpreted by a rule of the site's kind."""
-        found = self._uses(site)
+        found = self.uses_of(site)
         kind = {"outer": OuterUse, "lookup": LookupUse}.get(site.kind, object)
         lost = any(slot.name in self.lost or slot.name in self.plan.general for slot in site.slots)
         return bool(found) and not lost and all(isinstance(use, kind) for _, use in found)
 
-    def _uses(self, site: Site) -> list[tuple[Call, Use]]:
+    def uses_of(self, site: Site) -> list[tuple[Call, Use]]:
         """The uses of a site's weights; looked up once, since every seed asks for them."""
         if id(site) not in self._found:
             wanted = {slot.rows for slot in site.slots}
+            name = site.slots[0].name
+            if self.is_partial(site):  # the site is all of its chosen entries, whichever rows a use takes
+                wanted = {rows for found in self._rows_of for rows in found if rows[0] == name}
             self._found[id(site)] = [
                 pair for pair, rows in zip(self.uses, self._rows_of, strict=True) if not wanted.isdisjoint(rows)
             ]
         return self._found[id(site)]
+
+    def is_partial(self, site: Site) -> bool:
+        """Whether its weights are single entries of one parameter."""
+        return site.slots[0].name in self.entries.network.indices
 
     def _general(self, site: Site, rows: dict[str, Tensor]) -> Rows:
         """Rows of the general rule in the site's order."""
@@ -111,6 +121,8 @@ class Record:
         return Rows((parts[0] if len(parts) == 1 else torch.cat(parts, -1)).flatten(2))
 
     def _contribution(self, site: Site, chosen: list[tuple[Call, Use]], gradients: dict[int, Tensor]) -> Contribution:
+        if self.is_partial(site):
+            return Rows(self.entries.rows(site.slots[0].name, [(use, gradients[id(call)]) for call, use in chosen]))
         wanted = {slot.rows for slot in site.slots}
         if site.kind == "outer":
             return self._outer(site, [(use, gradients[id(call)]) for call, use in chosen if isinstance(use, OuterUse)])

@@ -61,7 +61,16 @@ class Slot:
 
 def whole(network: Network, name: str) -> Slot:
     """All chosen entries of a parameter as a plain list."""
-    shape, size = network.shapes[name], network.sizes[name]
+    return _listed(network, name, network.sizes[name])
+
+
+def entire(network: Network, name: str) -> Slot:
+    """All entries of a parameter, chosen or not, as a plain list."""
+    return _listed(network, name, network.parameters[name].numel())
+
+
+def _listed(network: Network, name: str, size: int) -> Slot:
+    shape = network.shapes[name]
     return Slot(name, 0, shape[0] if shape else 1, (size,), (0,), (size,))
 
 
