@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sklearn.metrics import brier_score_loss, log_loss, roc_auc_score
+from scipy.integrate import quad
+from scipy.special import ndtr
+from scipy.stats import norm
+from sklearn.metrics import average_precision_score, brier_score_loss, log_loss, roc_auc_score
 from torch import Tensor
 
 from lapis import metrics
@@ -158,6 +161,194 @@ def test_rounded_softmax_rows_are_still_probabilities(dtype: torch.dtype) -> Non
     )
 
 
+def test_adaptive_ece_is_the_ece_of_adaptive_bins() -> None:
+    probs, targets = predictions()
+    torch.testing.assert_close(
+        metrics.adaptive_ece(probs, targets, bins=7), metrics.ece(probs, targets, bins=7, adaptive=True)
+    )
+
+
+@pytest.mark.parametrize("decimals", [0, 1, 6])
+def test_aupr_agrees_with_scikit_learn_with_and_without_ties(decimals: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(2, (200,), generator=generator)
+    scores = (torch.randn(200, generator=generator) + labels).round(decimals=decimals)
+    assert metrics.aupr(scores, labels).item() == pytest.approx(average_precision_score(labels, scores))
+    infinite = scores.clone()
+    infinite[0] = torch.inf
+    finite = scores.clone()
+    finite[0] = 1e6
+    torch.testing.assert_close(metrics.aupr(infinite, labels), metrics.aupr(finite, labels))
+
+
+def test_mistakes_are_ranked_by_their_doubt() -> None:
+    probs, targets = predictions()
+    wrong = (probs.argmax(-1) != targets).numpy()
+    doubt = 1 - probs.max(-1).values
+    assert metrics.misclassification_auroc(probs, targets).item() == pytest.approx(roc_auc_score(wrong, doubt))
+    entropy = -(probs * probs.log()).sum(-1)
+    expected = roc_auc_score(wrong, entropy)
+    assert metrics.misclassification_auroc(probs, targets, entropy).item() == pytest.approx(expected)
+    # with positions and ignored targets
+    masked = targets.clone()
+    masked[::3] = -100
+    kept = masked != -100
+    for metric in (metrics.misclassification_auroc, metrics.aurc):
+        value = metric(probs.reshape(20, 15, 5), masked.reshape(20, 15), entropy.reshape(20, 15))
+        torch.testing.assert_close(value, metric(probs[kept], targets[kept], entropy[kept]))
+
+
+def test_risk_coverage_is_the_naive_mean_over_thresholds() -> None:
+    probs, targets = predictions()
+    order = probs.max(-1).values.argsort(descending=True)
+    wrong = (probs.argmax(-1) != targets).double()[order]
+    naive = [float(wrong[: k + 1].mean()) for k in range(len(wrong))]
+    assert metrics.aurc(probs, targets).item() == pytest.approx(sum(naive) / len(naive))
+    curve = metrics.risk_coverage(1 - probs.max(-1).values, (probs.argmax(-1) != targets).double())
+    assert curve.risk.tolist() == pytest.approx(naive)
+    assert curve.coverage.tolist() == pytest.approx([(k + 1) / 300 for k in range(300)])
+    torch.testing.assert_close(curve.risk[-1], 1 - metrics.accuracy(probs, targets))
+
+
+def test_tied_doubts_count_as_the_expectation_over_their_orders() -> None:
+    from itertools import permutations
+
+    doubt, losses = torch.tensor([0.1, 0.5, 0.5, 0.5, 0.9]), torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0])
+    areas = []
+    for middle in permutations([1.0, 0.0, 2.0]):
+        ordered = torch.tensor([0.0, *middle, 1.0])
+        areas.append(float((ordered.cumsum(0) / torch.arange(1, 6)).mean()))
+    assert metrics.risk_coverage(doubt, losses).area.item() == pytest.approx(sum(areas) / len(areas))
+
+
+def test_interval_score_is_the_sum_of_two_quantile_losses() -> None:
+    """And so it is lowest at the true quantiles, compared on 20,000 draws with intervals that are 20 % off."""
+    generator = torch.Generator().manual_seed(4)
+    y = torch.randn(20_000, generator=generator, dtype=torch.float64)
+    low, high = torch.full_like(y, -1.6), torch.full_like(y, 1.7)
+    a = 0.1
+
+    def pinball(q: Tensor, level: float) -> Tensor:
+        return torch.where(y >= q, level * (y - q), (1 - level) * (q - y))
+
+    naive = 2 / a * (pinball(low, a / 2) + pinball(high, 1 - a / 2)).mean()
+    torch.testing.assert_close(metrics.interval_score(low, high, y, level=0.9), naive)
+    z = float(norm.ppf(0.95))
+    best, narrow, wide = (metrics.interval_score(-f * z * y**0, f * z * y**0, y, level=0.9) for f in (1, 0.8, 1.2))
+    assert best < min(narrow, wide)
+
+
+MEANS = torch.tensor([[0.0, 1.0, -2.0], [1.0, 1.5, 3.0], [-0.5, 4.0, 0.2]], dtype=torch.float64)
+STDS = torch.tensor([[1.0, 0.3, 2.0], [0.5, 1.0, 0.7], [2.0, 1.0, 0.1]], dtype=torch.float64)
+TARGETS = torch.tensor([0.3, -1.0, 2.5], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("weights", [None, (0.2, 0.5, 0.3)])
+def test_crps_and_pit_are_integrals_of_the_predicted_distribution(weights: tuple[float, ...] | None) -> None:
+    """Mixtures, and Gaussians as mixtures of one, against scipy's quadrature of (F(z) - [z >= y])^2."""
+    w = (1 / 3, 1 / 3, 1 / 3) if weights is None else weights
+    given = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+
+    def cdf(z: float, i: int, shares: tuple[float, ...], rows: slice) -> float:
+        parts = zip(shares, MEANS[rows, i].tolist(), STDS[rows, i].tolist(), strict=True)
+        return float(sum(share * ndtr((z - mean) / std) for share, mean, std in parts))
+
+    def naive(i: int, shares: tuple[float, ...], rows: slice) -> float:
+        y = float(TARGETS[i])
+        below = quad(lambda z: cdf(z, i, shares, rows) ** 2, -25, y, limit=200)[0]
+        return float(below + quad(lambda z: (1 - cdf(z, i, shares, rows)) ** 2, y, 25, limit=200)[0])
+
+    mixed = sum(naive(i, w, slice(None)) for i in range(3)) / 3
+    assert metrics.crps(MEANS, STDS, TARGETS, weights=given).item() == pytest.approx(mixed, rel=1e-6)
+    single = sum(naive(i, (1.0,), slice(0, 1)) for i in range(3)) / 3
+    assert metrics.crps(MEANS[0], STDS[0], TARGETS).item() == pytest.approx(single, rel=1e-6)
+    expected = [cdf(float(TARGETS[i]), i, w, slice(None)) for i in range(3)]
+    assert metrics.pit(MEANS, STDS, TARGETS, weights=given).tolist() == pytest.approx(expected)
+
+
+def test_crps_of_samples_is_the_mean_over_all_pairs() -> None:
+    generator = torch.Generator().manual_seed(5)
+    samples, targets = torch.randn(7, 4, 2, generator=generator), torch.randn(4, 2, generator=generator)
+    x, y = samples.double(), targets.double()
+    apart = (x[:, None] - x[None]).abs().sum((0, 1))
+    for fair, pairs in ((True, 42), (False, 49)):
+        naive = ((x - y).abs().mean(0) - 0.5 * apart / pairs).mean()
+        torch.testing.assert_close(metrics.crps_of_samples(samples, targets, fair=fair), naive)
+    ranks = torch.stack([(x[:, i] < y[i]).double().mean(0) for i in range(4)])
+    torch.testing.assert_close(metrics.pit_of_samples(samples, targets), ranks)
+
+
+def test_scores_of_samples_estimate_those_of_the_distribution() -> None:
+    """The fair estimate is unbiased: 2000 means of 5 draws are within 5 standard errors (below 1e-6) of the CRPS."""
+    generator = torch.Generator().manual_seed(6)
+    draws = torch.randn(2000, 5, 3, generator=generator, dtype=torch.float64) * STDS[0] + MEANS[0]
+    values = torch.stack([metrics.crps_of_samples(samples, TARGETS) for samples in draws])
+    error = values.std() / 2000**0.5
+    assert abs(float(values.mean() - metrics.crps(MEANS[0], STDS[0], TARGETS))) < 5 * float(error)
+
+
+def test_pit_of_calibrated_predictions_is_uniform_and_has_no_calibration_error() -> None:
+    # 10,000 draws of a two-component mixture: a share strays 5 standard errors (0.025) with probability below 1e-6
+    generator = torch.Generator().manual_seed(7)
+    mean = torch.stack([torch.zeros(10_000), torch.full((10_000,), 3.0)]).double()
+    std = torch.stack([torch.ones(10_000), torch.full((10_000,), 0.5)]).double()
+    weights = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    which = (torch.rand(10_000, generator=generator) > 0.3).long()[None]
+    noise = torch.randn(10_000, generator=generator, dtype=torch.float64)
+    y = mean.gather(0, which)[0] + std.gather(0, which)[0] * noise
+    values = metrics.pit(mean, std, y, weights=weights)
+    for level in (0.1, 0.5, 0.9):
+        assert abs(float((values <= level).double().mean()) - level) < 0.025
+    assert metrics.regression_calibration_error(mean, std, y, weights=weights).item() < 0.025
+    assert metrics.regression_calibration_error(mean, 0.5 * std, y, weights=weights).item() > 0.05
+
+
+def test_bootstrap_errors_are_those_of_a_mean() -> None:
+    """The bootstrap's error of a mean is std / sqrt(n); 400 resamples know it to 3.5 %, five times that is 18 %."""
+    generator = torch.Generator().manual_seed(8)
+    mean, targets = torch.randn(200, generator=generator), torch.zeros(200)
+
+    def absolute(a: Tensor, b: Tensor) -> Tensor:
+        return (a - b).abs().double().mean()
+
+    found = metrics.bootstrap(absolute, mean, targets, repeats=400)
+    expected = float(mean.abs().double().std(correction=0)) / 200**0.5
+    assert found.error.item() == pytest.approx(expected, rel=0.18)
+    torch.testing.assert_close(found.value, absolute(mean, targets))
+    low, high = found.interval(0.9)
+    assert low < found.value < high
+    assert high - low == pytest.approx(2 * 1.645 * expected, rel=0.25)
+    again = metrics.bootstrap(absolute, mean, targets, repeats=400, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(found.resamples, again.resamples)
+    assert "+-" in str(found)
+
+
+def test_bootstrap_resamples_the_axis_of_the_examples() -> None:
+    y = torch.randn(40, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    mean, std = torch.stack([y + 1, y - 1]), torch.ones(2, 40, dtype=torch.float64)
+    found = metrics.bootstrap(metrics.crps, mean, std, y, axis=(1, 1, 0), repeats=5)
+    torch.testing.assert_close(found.resamples, found.value.expand(5))  # every example has the same score
+    inside, outside = torch.arange(10.0), torch.arange(5.0, 25.0)
+    groups = metrics.bootstrap(metrics.ood_auroc, inside, outside, paired=False, repeats=20)
+    assert 0 < groups.error.item() < 0.2
+    levels = metrics.bootstrap(metrics.regression_calibration, y, y**0, y + 0.7, repeats=5)
+    assert levels.error.shape == (5,)
+    rare = metrics.bootstrap(metrics.auroc, torch.arange(6.0), torch.tensor([0, 0, 0, 0, 0, 1]), repeats=20)
+    assert rare.value.item() == 1.0
+    with pytest.raises(DataError, match="paired=False"):
+        metrics.bootstrap(metrics.ood_auroc, inside, outside)
+    with pytest.raises(DataError, match="no such axis"):
+        metrics.bootstrap(metrics.rmse, y, y, axis=1)
+    with pytest.raises(DataError, match="Nothing to resample"):
+        metrics.bootstrap(metrics.rmse)
+    with pytest.raises(OptionError, match="Bad axis"):
+        metrics.bootstrap(metrics.rmse, y, y, axis=(0,))
+    with pytest.raises(OptionError, match="Bad repeats"):
+        metrics.bootstrap(metrics.rmse, y, y, repeats=1)
+    with pytest.raises(OptionError, match="Bad level"):
+        found.interval(1.0)
+
+
 P, Y = torch.tensor([[0.7, 0.3], [0.2, 0.8]]), torch.tensor([0, 1])
 
 
@@ -198,6 +389,14 @@ def test_bad_probabilities_and_targets_are_refused(
         (lambda: metrics.rmse(torch.tensor([torch.inf]), torch.ones(1)), "not finite"),
         (lambda: metrics.coverage(torch.ones(1), torch.zeros(1), torch.ones(1)), "lower <= upper"),
         (lambda: metrics.regression_calibration(torch.ones(1), torch.zeros(1), torch.ones(1)), "std > 0"),
+        (lambda: metrics.crps(torch.ones(2, 3), torch.ones(3), torch.ones(3)), "std and mean differ"),
+        (lambda: metrics.crps(torch.ones(2), torch.ones(2), torch.ones(3)), "mean and targets differ"),
+        (lambda: metrics.pit(torch.ones(2, 1), torch.ones(2, 1), torch.ones(1), weights=torch.ones(2)), "sum to 1"),
+        (lambda: metrics.crps_of_samples(torch.ones(1, 3), torch.ones(3)), "S >= 2"),
+        (lambda: metrics.pit_of_samples(torch.ones(3), torch.ones(3)), "first axis"),
+        (lambda: metrics.interval_score(torch.ones(1), torch.zeros(1), torch.ones(1)), "lower <= upper"),
+        (lambda: metrics.aupr(torch.ones(3), torch.zeros(3)), "0 positive, 3 negative"),
+        (lambda: metrics.risk_coverage(torch.ones(3), torch.ones(2)), "differ in shape"),
     ],
 )
 def test_other_bad_input_is_refused(call: Callable[[], Tensor], message: str) -> None:
