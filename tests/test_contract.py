@@ -133,12 +133,13 @@ def subset(model: nn.Module, data: Any, likelihood: Any) -> Posterior:
     return lapis.laplace(model, data, likelihood, structure="dense", weights=chosen)
 
 
-def ensemble(model: nn.Module, data: Any, likelihood: Any) -> Posterior:
+def members(model: nn.Module) -> list[nn.Module]:
+    """The model, and two others like it."""
     others = [copy.deepcopy(model) for _ in range(2)]
     for i, other in enumerate(others):
         for p in other.parameters():
             p.data.add_(0.1 * (i + 1))
-    return toy_ensemble([model, *others], data, likelihood)
+    return [model, *others]
 
 
 def swag(model: nn.Module, data: Any, likelihood: Any) -> Posterior:
@@ -164,11 +165,15 @@ POSTERIORS: dict[str, Fit] = {
     "moved mean": moved,
     "single weights": subset,
     "subnetwork": structure("auto", weights=lapis.Subnetwork(9)),
-    "toy ensemble": ensemble,
+    "toy ensemble": lambda model, data, likelihood: toy_ensemble(members(model), data, likelihood),
+    "ensemble": lambda model, data, likelihood: lapis.ensemble(members(model), data, likelihood),
     "swag": swag,
     "dropout": lambda model, data, likelihood: lapis.dropout(model, likelihood, data),
     "variational": by_elbo,
 }
+
+FINITE = ("drawn", "toy ensemble", "ensemble")
+"""Posteriors that are a few networks, of which a sampled prediction takes all."""
 
 every_posterior = pytest.mark.parametrize("name", POSTERIORS)
 every_problem = pytest.mark.parametrize("problem", PROBLEMS)
@@ -197,7 +202,7 @@ def test_predictions_have_the_layout_of_the_outputs(name: str, problem: str) -> 
     posterior, model, x = fitted(name, problem)
     with untouched(model):
         for method in posterior.methods:
-            samples = 4 if method == "sampled" and name not in ("drawn", "toy ensemble") else None
+            samples = 4 if method == "sampled" and name not in FINITE else None
             prediction = posterior.predict(x, method=method, samples=samples)
             found = getattr(prediction, PROBLEMS[problem].answer)
             assert found.shape == (5, *PROBLEMS[problem].shape)
@@ -285,13 +290,13 @@ def test_seeds_decide_what_is_drawn(name: str) -> None:
 
     def probabilities(seed: int | None) -> Tensor:
         source = None if seed is None else torch.Generator().manual_seed(seed)
-        count = None if name in ("drawn", "toy ensemble") else 3
+        count = None if name in FINITE else 3
         return answer(posterior, x, "classification", method="sampled", samples=count, generator=source)
 
     assert torch.equal(probabilities(None), probabilities(None))
     assert torch.equal(probabilities(None), probabilities(0))
     torch.testing.assert_close(probabilities(1), probabilities(1), rtol=0, atol=0)
-    fixed = name in ("drawn", "toy ensemble")  # the same networks, perhaps in another order
+    fixed = name in FINITE  # the same networks, perhaps in another order
     assert torch.allclose(probabilities(1), probabilities(2), rtol=0, atol=1e-12) == fixed
 
 
@@ -368,6 +373,11 @@ def test_a_file_brings_it_back(name: str, problem: str, tmp_path: Path) -> None:
         )
     other = copy.deepcopy(model)
     next(other.parameters()).data.add_(1)
+    if type(posterior).holds_networks:
+        with untouched(other):
+            loaded = lapis.load(tmp_path / "posterior.lapis", other)
+            torch.testing.assert_close(answer(loaded, x, problem), answer(posterior, x, problem))
+        return
     with pytest.raises(lapis.FileError, match="other values in"):
         lapis.load(tmp_path / "posterior.lapis", other, data=data)
 

@@ -49,7 +49,7 @@ from lapis.posteriors.laplace.fit import laplace
 from lapis.posteriors.laplace.subnetwork import Subnetwork
 from lapis.predictions import Prediction
 from lapis.priors import Prior
-from lapis.training import Comparison, compare, swag, train
+from lapis.training import Comparison, compare, ensemble, swag, train
 from lapis.training.variational.fit import variational
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ __all__ = [
     "VariationalPosterior",
     "compare",
     "dropout",
+    "ensemble",
     "laplace",
     "load",
     "metrics",

@@ -316,6 +316,13 @@ class Network:
                 if tensor is not None and name not in module._non_persistent_buffers_set:
                     yield f"{path}.{name}" if path else name, tensor
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and buffer that a state dictionary holds; tied ones once, by their first name."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in self._state():
+            found.setdefault(id(tensor), (name, tensor.detach()))
+        return dict(found.values())
+
     def fingerprint(self) -> str:
         """A digest of every parameter and buffer: names, shapes, values."""
         return self._digest()[:32]

@@ -1,6 +1,7 @@
 """Posteriors over a network's functions: the interface `Posterior`, and the classes that implement it."""
 
 from lapis.posteriors.dropout import DropoutPosterior
+from lapis.posteriors.ensemble import EnsemblePosterior
 from lapis.posteriors.factored import FactoredPosterior
 from lapis.posteriors.laplace.drawn import DrawnPosterior
 from lapis.posteriors.laplace.implicit import ImplicitPosterior
@@ -15,6 +16,7 @@ __all__ = [
     "SWAG",
     "DrawnPosterior",
     "DropoutPosterior",
+    "EnsemblePosterior",
     "FactoredPosterior",
     "Facts",
     "GaussianPosterior",

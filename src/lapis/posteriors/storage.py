@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,25 @@ def _network(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor
             do="load the trained state (model.load_state_dict) first",
         )
     return network
+
+
+def copied_module(network: Network, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of the network's module with these parameters and buffers; FileError unless they are those it has."""
+    module = copy.deepcopy(network.module)
+    own = Network(module).tensors()
+    for name in {**own, **tensors}:
+        one, two = own.get(name), tensors.get(name)
+        if one is None or two is None or one.shape != two.shape or one.dtype != two.dtype:
+            raise FileError(
+                "The posterior belongs to another network",
+                expected=f"no entry {name!r}" if two is None else f"{name!r}: {tuple(two.shape)} of {two.dtype}",
+                got="none" if one is None else f"{tuple(one.shape)} of {one.dtype}",
+                do="build a network of the architecture that was saved",
+            )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+    return module
 
 
 def _likelihood(config: dict[str, Any], given: Likelihood | None) -> Likelihood:

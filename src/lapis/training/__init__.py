@@ -2,6 +2,7 @@
 
 from lapis.training.by_evidence import train
 from lapis.training.comparison import Comparison, compare
+from lapis.training.members import ensemble
 from lapis.training.snapshots import swag
 
-__all__ = ["Comparison", "compare", "swag", "train"]
+__all__ = ["Comparison", "compare", "ensemble", "swag", "train"]
