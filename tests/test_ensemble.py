@@ -237,7 +237,7 @@ def test_ensembles_beat_their_members_on_new_data() -> None:
     y = (x[:, :2].prod(1) + 0.3 * torch.randn(200) > 0).long()
     posterior = lapis.ensemble(
         lambda: nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 2)), (x[:100], y[:100]), "classification",
-        size=5, epochs=80, learning_rate=0.03,
+        size=5, epochs=80, learning_rate=0.1,
     )  # fmt: skip
     members = torch.stack([member.module(x[100:]).log_softmax(-1).detach() for member in posterior.members])
     alone = members.gather(-1, y[100:].expand(5, 100)[..., None]).mean()
