@@ -93,7 +93,7 @@ def test_scores_of_regression_and_counts_are_those_of_all_predictions_together()
     counts, model, _ = fitted("dense", "counts")
     x, y = PROBLEMS["counts"].inputs(9), PROBLEMS["counts"].targets(9)
     found = counts.diagnose((x, y)).numbers
-    rate = model(x).exp().detach()
+    rate = model.eval()(x).exp().detach()
     assert found["plain_nll"] == pytest.approx(-float(torch.distributions.Poisson(rate).log_prob(y).mean()))
     assert found["rmse"] == pytest.approx(float(metrics.rmse(counts.predict(x).mean, y)))
 
