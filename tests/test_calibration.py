@@ -125,7 +125,8 @@ def test_every_candidate_has_the_log_likelihood_of_its_prediction(
     places = generator(2)
     for temperature, moved in product((0.0, -1.2), (False, True)):
         u = torch.randint(-8, 13, (swept.axes if moved else 1,), generator=places) * held_out.STEP
-        setting = Setting(tuple(u.expand(swept.axes).tolist()), temperature, noise if moved else 0.0)
+        sharpness = 0.7 if moved and kind == "classification" else 0.0
+        setting = Setting(tuple(u.expand(swept.axes).tolist()), temperature, noise if moved else 0.0, sharpness)
         expected = predicted.log_likelihood(setting)
         assert swept.log_likelihood(setting) == pytest.approx(expected, rel=1e-9)
         assert expected == pytest.approx(total(setting.applied(posterior), data), rel=1e-9)
@@ -221,10 +222,39 @@ def test_where_the_network_alone_wins_the_result_predicts_as_it_does(
     posterior = replace(posterior, mean=posterior.mean * shrunk) if shrunk < 1 else posterior
     x, y = agreeing(model)
     with untouched(model), pytest.warns(lapis.LapisWarning, match="better than the network alone"):
-        result = posterior.calibrate((x, y), temperature=True)
+        result = posterior.calibrate((x, y))
     assert result.calibration.prefers_plain
     assert result.calibration.after == result.calibration.plain == pytest.approx(plain(posterior, (x, y)) / 30)
     torch.testing.assert_close(result.predict(x).probs, model(x).softmax(-1).detach(), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["dense", "implicit"])
+def test_temperature_makes_a_cautious_network_surer_and_is_at_least_as_good_as_temperature_scaling(
+    networks: dict[str, nn.Module], structure: str, tmp_path: Path
+) -> None:
+    model = networks["classification"]
+    posterior = fit(model, "classification", structure)
+    x, _ = problem("classification", 200, 7)
+    logits = 3 * model(x).detach()
+    y = torch.multinomial(logits.softmax(-1), 1, generator=generator(5))[:, 0]
+    data = (x, y)
+    result = posterior.calibrate(data, temperature=True)
+    record = result.calibration
+    assert result.sharpness == record.sharpness > 1.5
+    scaled = max(-float(nn.functional.cross_entropy(2 ** (k / 50) * logits, y)) for k in range(-200, 200))
+    assert record.after >= scaled - 1e-3
+    assert record.after * 200 == pytest.approx(total(result, data))
+    sampled = result.predict(x, method="sampled", samples=5).probs  # of logits that are sharpened, too
+    plain_draws = replace(result, sharpness=1.0).predict(x, method="sampled", samples=5).latent.values
+    torch.testing.assert_close(sampled, (result.sharpness * plain_draws).softmax(-1).mean(0)[:, 0])
+    result.save(tmp_path / "posterior")
+    loaded = lapis.load(tmp_path / "posterior", model, **({"data": problem("classification", 40, 0)} if structure == "implicit" else {}))
+    assert total(loaded, data) == pytest.approx(total(result, data), rel=1e-9)
+    assert result.calibrate(data).sharpness == result.sharpness
+    for changed in (result.with_prior(2.0), result.refine(problem("classification", 40, 0)), result.tune()):
+        assert changed.sharpness == 1
+    with pytest.warns(lapis.LapisWarning, match="better than the network alone"):  # doubt alone cannot help it
+        assert posterior.calibrate(data).sharpness == 1
 
 
 def test_validation_data_that_are_the_training_data_cause_a_warning(networks: dict[str, nn.Module]) -> None:

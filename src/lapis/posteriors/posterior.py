@@ -257,6 +257,8 @@ class Posterior(ABC):
             )
         self.check_network()
         latent = latent_of_parts(self, x, kind, samples if kind == "sampled" else None, generator, progress)
+        if self._sharpness() != 1:
+            latent = latent.scaled(self._sharpness())
         return predict_outputs(
             self.likelihood,
             latent,
@@ -291,6 +293,10 @@ class Posterior(ABC):
 
     def _examine(self, notes: Notes, seen: Seen | None, progress: bool | None) -> None:  # noqa: B027  (need not add)
         """Add what the class knows about itself to a diagnosis; `seen` are sums over the data, if there are any."""
+
+    def _sharpness(self) -> float:
+        """Factor of the outputs in predictions; other than one after temperature scaling."""
+        return 1.0
 
     def _full_by_default(self) -> bool:
         """Whether predictions hold the covariance between an example's outputs by default."""

@@ -87,6 +87,13 @@ class LatentGaussian:
         """Whether the covariance between examples is known, and densities are those of the whole batch."""
         return self.joint is not None
 
+    def scaled(self, factor: float) -> LatentGaussian:
+        """The distribution of factor * f."""
+        square = factor**2
+        covariance = None if self.covariance is None else square * self.covariance
+        joint = None if self.joint is None else square * self.joint
+        return LatentGaussian(factor * self.mean, square * self.variance, covariance, joint, self.raw_shape)
+
     def draws(self, samples: int, seed: int, *, joint: bool = False) -> Iterator[Tensor]:
         """Draws of f in chunks (S', B, T, C).
 
@@ -156,6 +163,10 @@ class LatentSamples:
     def is_joint(self) -> bool:
         return self.joint
 
+    def scaled(self, factor: float) -> LatentSamples:
+        """The distribution of factor * f."""
+        return LatentSamples(factor * self.values, self.joint, self.raw_shape)
+
     def draws(self, samples: int, seed: int, *, joint: bool = False) -> Iterator[Tensor]:
         """The networks' outputs; the arguments, which `LatentGaussian.draws` needs, have no effect."""
         yield self.values
@@ -209,6 +220,10 @@ class LatentMixture:
     def is_joint(self) -> bool:
         return self.parts[0].is_joint
 
+    def scaled(self, factor: float) -> LatentMixture:
+        """The distribution of factor * f."""
+        return LatentMixture(tuple(part.scaled(factor) for part in self.parts), self.weights)
+
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
         means, variances = [part.mean for part in self.parts], [part.variance for part in self.parts]
@@ -238,7 +253,7 @@ class LatentMixture:
 
 
 Latent = LatentGaussian | LatentSamples | LatentMixture
-"""A distribution of the outputs. All have shape, raw_shape, mean, variance, blocks and is_joint."""
+"""A distribution of the outputs. All have shape, raw_shape, mean, variance, blocks, is_joint and scaled."""
 
 
 def square_root(covariance: Tensor) -> Tensor:

@@ -26,6 +26,11 @@ from lapis.training.run import Run
 from lapis.training.state import load_model
 from lapis.training.step import OPTIMISERS, MakeOptimiser, check_optimiser
 
+FIRST_NOISE = 0.3
+"""The noise starts at this share of the targets' standard deviation. From all of it the network may find no more than a
+trend at first; noise and prior then settle for that, and all that is left counts as noise. From a tenth, noisy data are
+overfitted beyond return."""
+
 
 def train(
     model: nn.Module,
@@ -67,7 +72,7 @@ def train(
     Args:
         data: a pair (inputs, targets) or a Dataset, shuffled anew every epoch, or a DataLoader or list of batches,
             used in the order they give. Inputs and targets are best scaled to standard deviations of one.
-        likelihood: see `lapis.laplace`. The noise of "regression" starts at the targets' standard deviation.
+        likelihood: see `lapis.laplace`. The noise of "regression" starts at 0.3 times the targets' standard deviation.
         epochs: by default as many as make 4000 optimiser steps, times sqrt(N / 1000) for more than 1000 examples.
         prior: where the precisions start; when not given, one for each layer, P_g / |theta_g|^2 of the weights as they
             are now, so that these are a typical draw. Layers that can exchange scale (ReLU) let precisions drift for as
@@ -110,7 +115,7 @@ def train(
         found = survey(data, network, batch_size)
     network.example = found.example
     if isinstance(likelihood, str) and noise and family.noise is not None:
-        family = family.with_noise(found.spread)
+        family = family.with_noise(FIRST_NOISE * found.spread)
     if prior is None:
         start = Prior(1.0, groups="layer").resolve(network).typical_of(network.flat())
     else:

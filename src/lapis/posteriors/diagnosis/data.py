@@ -67,7 +67,8 @@ def _add(posterior: Posterior, batch: Batch, seen: Seen) -> None:
     seen.inputs.add(batch.inputs)
     seen.n_data, seen.outputs = seen.n_data + len(batch), f[0].numel()
     seen.digest = (seen.digest + digest(batch.inputs, batch.targets)) % 2**64
-    values = _doubt(likelihood, f, likelihood.targets(batch.targets, f, raw.shape), prediction.latent)
+    latent = prediction.latent.scaled(1 / posterior._sharpness())
+    values = _doubt(likelihood, f, likelihood.targets(batch.targets, f, raw.shape), latent)
     if values is None or seen.trace is None:
         seen.trace = None
     else:

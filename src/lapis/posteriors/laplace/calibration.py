@@ -64,9 +64,11 @@ class Calibration:
     precision: tuple[float, ...]
     """Factor of each group's prior precision; one for all groups where these were not told apart."""
     temperature: float
-    """Factor of the temperature."""
+    """Factor of the posterior's temperature."""
     noise: float
     """Factor of the noise."""
+    sharpness: float
+    """Factor of the logits in predictions."""
     prefers_plain: bool
     """Whether no posterior was better than the network alone; the result then predicts as the network does."""
 
@@ -78,7 +80,7 @@ class Calibration:
         return (
             f"{self.method}: log likelihood of {self.n_data} examples {self.before:.4f} -> {self.after:.4f} "
             f"(plain {self.plain:.4f}); prior precision x {factors}, temperature x {self.temperature:.3g}, "
-            f"noise x {self.noise:.3g}, best of {self.candidates}"
+            f"noise x {self.noise:.3g}, logits x {self.sharpness:.3g}, best of {self.candidates}"
         )
 
 
@@ -94,11 +96,13 @@ def calibrate(
             do="set it by with_temperature(...), and leave it out here",
         )
     held = _batches(posterior, validation, batch_size)
+    sharpness, posterior = posterior.sharpness, replace(posterior, sharpness=1.0)
+    start = Setting((), sharpness=math.log2(sharpness))
     if isinstance(posterior.curvature, Curvature) and fits(posterior, held, len(GRID)):
         stored: Any = posterior
-        best, record = _searched(Swept(stored, held, link, GRID, progress), temperature, progress)
+        best, record = _searched(Swept(stored, held, link, GRID, progress), start, temperature, progress)
     else:
-        best, record = _searched(Predicted(posterior, held, link), temperature, progress)
+        best, record = _searched(Predicted(posterior, held, link), start, temperature, progress)
     result: Fitted = replace(best.applied(posterior), calibration=record)
     return replace(result, mean=posterior.point, refinement=None, width=1.0) if record.prefers_plain else result
 
@@ -108,7 +112,7 @@ def calibrate_draws(
 ) -> DrawnPosterior:
     """See `DrawnPosterior.calibrate`."""
     held = _batches(posterior, validation, batch_size)
-    best, record = _searched(Narrowed(posterior, held, link, GRID, progress), False, progress)
+    best, record = _searched(Narrowed(posterior, held, link, GRID, progress), Setting(()), False, progress)
     likelihood, deviations = noisier(posterior.likelihood, best.noise), posterior.deviations * 2.0 ** (-best.u[0] / 2)
     return replace(
         posterior,
@@ -134,10 +138,12 @@ def _batches(posterior: LinearisedPosterior, validation: Any, batch_size: int | 
     return held
 
 
-def _searched(held: HeldOut, temperature: bool, progress: bool | None) -> tuple[Setting, Calibration]:
-    """The best setting and the record of the search; warns if the network alone is better."""
+def _searched(
+    held: HeldOut, start: Setting, temperature: bool, progress: bool | None
+) -> tuple[Setting, Calibration]:
+    """The best setting and the record of the search from `start`; warns if the network alone is better."""
     count = sum(map(len, held.batches))
-    search = _Search(held, count, progress)
+    search = _Search(held, replace(start, u=(0.0,) * held.axes), count, progress)
     best = search.run(temperature)
     plain_noise, plain_best = search.plain()
     prefers_plain = plain_best + EQUAL * count >= search.values[best]
@@ -162,6 +168,7 @@ def _searched(held: HeldOut, temperature: bool, progress: bool | None) -> tuple[
         tuple(2 ** (u - best.v) for u in best.u),
         2**best.temperature,
         2**best.noise,
+        2**best.sharpness,
         prefers_plain,
     )
 
@@ -169,9 +176,8 @@ def _searched(held: HeldOut, temperature: bool, progress: bool | None) -> tuple[
 class _Search:
     """Coordinate ascent: along each factor in turn, the best of a line of candidates."""
 
-    def __init__(self, held: HeldOut, count: int, progress: bool | None) -> None:
-        self.held, self.count, self.progress = held, count, progress
-        self.start = Setting((0.0,) * held.axes)
+    def __init__(self, held: HeldOut, start: Setting, count: int, progress: bool | None) -> None:
+        self.held, self.start, self.count, self.progress = held, start, count, progress
         self.values: dict[Setting, float] = {}
         self.candidates = 0
         self.highest = -math.inf
@@ -200,6 +206,8 @@ class _Search:
                 best = self._line(best, FACTORS, lambda s, step: replace(s, noise=s.noise + step))
             if temperature:
                 best = self._line(best, FACTORS, lambda s, step: replace(s, temperature=s.temperature + step))
+                if held.posterior.likelihood.kind == "classification":
+                    best = self._line(best, FACTORS, lambda s, step: replace(s, sharpness=s.sharpness + step))
             best = self._line(best, precisions, lambda s, step: replace(s, u=tuple(u + step for u in s.u)))
             for axis in range(held.axes if held.axes > 1 else 0):
                 best = self._line(best, precisions, _along(axis))

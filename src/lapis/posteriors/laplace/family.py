@@ -47,6 +47,8 @@ class LaplaceFamily(Refinable):
         calibration: the record of the last `calibrate`.
         refinement: the record of the last `refine`; the mean is then no longer t.
         width: factor of the covariance, q = N(mean, width A^-1). `tune` sets it; the evidence does not depend on it.
+        sharpness: factor of a classifier's logits in predictions, one over the temperature of temperature scaling:
+            softmax(sharpness f). `calibrate(..., temperature=True)` sets it; neither q nor the evidence depends on it.
     """
 
     fitted_likelihood: Likelihood
@@ -60,6 +62,7 @@ class LaplaceFamily(Refinable):
     calibration: Calibration | None = None
     refinement: Refinement | None = None
     width: float = 1.0
+    sharpness: float = 1.0
 
     def __repr__(self) -> str:
         size = f"{self.n_weights:,} weights, {self.n_data:,} examples"
@@ -163,7 +166,7 @@ class LaplaceFamily(Refinable):
             method, groups, noise, max_iterations, tolerance, samples, solver, batch_size, tolerated_loss, generator,
             progress,
         )  # fmt: skip
-        return replace(self, calibration=None)._tune(asked)
+        return replace(self, calibration=None, sharpness=1.0)._tune(asked)
 
     @abstractmethod
     def _tune(self: Self, asked: TuneOptions) -> Self:
@@ -214,7 +217,9 @@ class LaplaceFamily(Refinable):
 
         Args:
             validation: data that the network was not trained on, in any form that `lapis.laplace` takes.
-            temperature: choose the temperature too: the likelihood enters as p(D | theta)^(1 / temperature).
+            temperature: choose temperatures too: that of the posterior, where the likelihood enters as
+                p(D | theta)^(1 / temperature), and, for classification, that of the predictions: logits are multiplied
+                by a `sharpness` (temperature scaling), which can make a network that is too cautious surer.
             link: for classification, how Gaussian logits become probabilities: see `predict`.
             batch_size: for data that are not batched yet.
             progress: show a bar; by default on a terminal only.
@@ -245,9 +250,10 @@ class LaplaceFamily(Refinable):
         """Raise PriorError for a prior that the structure does not support; most support any."""
 
     def _changed(self: Self, **changes: Any) -> Self:
-        """A copy with other fields, without the records and the width, which belong to the old ones."""
+        """A copy with other fields, without records, width and sharpness, which belong to the old ones."""
         stale = self.refinement and replace(self.refinement, current=False)
-        return replace(self, **changes, tuning=None, tangent=None, calibration=None, refinement=stale, width=1.0)
+        kept = {"tuning": None, "tangent": None, "calibration": None, "width": 1.0, "sharpness": 1.0}
+        return replace(self, **kept | changes, refinement=stale)
 
     def _with_sums(self: Self, curvature: Any) -> Self:
         """A copy with other sums over data, and their number of examples."""
@@ -285,6 +291,9 @@ class LaplaceFamily(Refinable):
         refine = "" if self.refinement is not None else "refine(data), "
         return f'Use {refine}calibrate(validation), or weights="last_layer".'
 
+    def _sharpness(self) -> float:
+        return self.sharpness
+
     def _fitted_to(self, digest: int) -> bool:
         return bool(digest == self.curvature.digest)
 
@@ -302,6 +311,7 @@ class LaplaceFamily(Refinable):
             f"prior precision       {spread} ({len(precision)} group{'s' if len(precision) > 1 else ''})",
             f"log evidence          {evidence}",
             *([f"covariance            times {self.width:.3g}, by leave-one-out"] if self.width != 1 else []),
+            *([f"logits                times {self.sharpness:.3g}, by held-out data"] if self.sharpness != 1 else []),
             f"effective parameters  {gamma}",
             *(f"note                  {choice}" for choice in choices),
         ]
@@ -326,6 +336,7 @@ class LaplaceFamily(Refinable):
             "calibration": self.calibration and asdict(self.calibration),
             "refinement": self.refinement and asdict(self.refinement),
             "width": self.width,
+            "sharpness": self.sharpness,
         }
         return State(config, tensors)
 
@@ -368,4 +379,5 @@ class LaplaceFamily(Refinable):
             "calibration": optional(Calibration, state.entry("calibration", dict | None)),
             "refinement": optional(Refinement, state.entry("refinement", dict | None)),
             "width": state.number("width"),
+            "sharpness": state.number("sharpness"),
         }

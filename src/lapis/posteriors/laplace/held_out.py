@@ -6,7 +6,8 @@ C / v + sum_g c_g Lambda_g, and the outputs' covariance
     V = v J (C + sum_g u_g Lambda_g)^-1 J^T = v sum_g F_g(u_g),    u_g = v c_g,
 
 where every block of weights belongs to one group g, and with one factor for all groups always. One pass over the data
-finds F on a grid of u; every candidate (u on the grid, any v) then costs a link only.
+finds F on a grid of u; every candidate (u on the grid, any v) then costs a link only. Logits can be multiplied by a
+sharpness s besides: N(s f, s^2 V).
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ SHARE = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """Logarithms to base 2 of the factors u of each group (or one for all groups), of temperature and of noise."""
+    """Logarithms to base 2 of the factors u of each group (or one for all groups), temperature, noise and sharpness."""
 
     u: tuple[float, ...]
     temperature: float = 0.0
     noise: float = 0.0
+    sharpness: float = 0.0
 
     @property
     def v(self) -> float:
@@ -70,7 +72,7 @@ class Setting:
             temperature=posterior.temperature * 2**self.temperature,
             likelihood=noisier(posterior.likelihood, self.noise),
         )
-        return replace(changed, width=posterior.width)
+        return replace(changed, width=posterior.width, sharpness=2**self.sharpness)
 
 
 def noisier(likelihood: Likelihood, octaves: float) -> Likelihood:
@@ -128,12 +130,13 @@ class HeldOut(ABC):
         assert isinstance(latent, LatentGaussian)
         return latent
 
-    def _log_prob(self, latent: LatentGaussian, factor: float, noise: float, targets: Tensor) -> Tensor:
-        """With the outputs' covariance times a factor, and the noise times 2^noise."""
+    def _log_prob(self, latent: LatentGaussian, factor: float, setting: Setting, targets: Tensor) -> Tensor:
+        """With the outputs' covariance times a factor, and the setting's noise and sharpness."""
         covariance = None if latent.covariance is None else factor * latent.covariance
         changed = replace(latent, variance=factor * latent.variance, covariance=covariance)
-        likelihood = noisier(self.posterior.likelihood, noise)
-        return predict_outputs(likelihood, changed, link=self.link).log_prob(targets)
+        likelihood = noisier(self.posterior.likelihood, setting.noise)
+        scaled = changed.scaled(2**setting.sharpness) if setting.sharpness else changed
+        return predict_outputs(likelihood, scaled, link=self.link).log_prob(targets)
 
     def extend(self, below: int, above: int) -> None:
         """Add so many indices at the two ends."""
@@ -152,7 +155,7 @@ class Predicted(HeldOut):
             changed = Setting(setting.u).applied(self.posterior)
             self._latest = setting.u, [self._latent(changed, batch) for batch in self.batches]
         for batch, latent in zip(self.batches, self._latest[1], strict=True):
-            yield self._log_prob(latent, 2.0**setting.v, setting.noise, batch.targets)
+            yield self._log_prob(latent, 2.0**setting.v, setting, batch.targets)
 
 
 class Narrowed(HeldOut):
@@ -168,7 +171,7 @@ class Narrowed(HeldOut):
 
     def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
         for batch, latent in zip(self.batches, self._latents, strict=True):
-            yield self._log_prob(latent, 2.0 ** -setting.u[0], setting.noise, batch.targets)
+            yield self._log_prob(latent, 2.0 ** -setting.u[0], setting, batch.targets)
 
 
 @dataclass(frozen=True)
@@ -263,7 +266,7 @@ class Swept(HeldOut):
                 return
             variance = spread.diagonal(dim1=-2, dim2=-1) if self.full else spread
             latent = LatentGaussian(part.mean, variance, spread if self.full else None, raw_shape=part.raw_shape)
-            yield self._log_prob(latent, 2.0**setting.v, setting.noise, part.targets)
+            yield self._log_prob(latent, 2.0**setting.v, setting, part.targets)
 
 
 def _joined(parts: Sequence[_Part]) -> _Part:

@@ -192,7 +192,7 @@ def refine(
     progress: bool | None,
 ) -> Fitted:
     """See `LaplaceFamily.refine`."""
-    posterior = replace(detached(posterior), tangent=None, calibration=None)
+    posterior = replace(detached(posterior), tangent=None, calibration=None, sharpness=1.0)
     problem = Problem(posterior, held, progress)
     tuning = posterior.tuning is not None if tune is None else tune
     search = _Search(problem, posterior, tuning, tolerance * posterior.n_data)
