@@ -248,10 +248,11 @@ def test_temperature_makes_a_cautious_network_surer_and_is_at_least_as_good_as_t
     plain_draws = replace(result, sharpness=1.0).predict(x, method="sampled", samples=5).latent.values
     torch.testing.assert_close(sampled, (result.sharpness * plain_draws).softmax(-1).mean(0)[:, 0])
     result.save(tmp_path / "posterior")
-    loaded = lapis.load(tmp_path / "posterior", model, **({"data": problem("classification", 40, 0)} if structure == "implicit" else {}))
+    training = problem("classification", 40, 0)
+    loaded = lapis.load(tmp_path / "posterior", model, **({"data": training} if structure == "implicit" else {}))
     assert total(loaded, data) == pytest.approx(total(result, data), rel=1e-9)
     assert result.calibrate(data).sharpness == result.sharpness
-    for changed in (result.with_prior(2.0), result.refine(problem("classification", 40, 0)), result.tune()):
+    for changed in (result.with_prior(2.0), result.refine(training), result.tune()):
         assert changed.sharpness == 1
     with pytest.warns(lapis.LapisWarning, match="better than the network alone"):  # doubt alone cannot help it
         assert posterior.calibrate(data).sharpness == 1

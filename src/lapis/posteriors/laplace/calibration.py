@@ -138,9 +138,7 @@ def _batches(posterior: LinearisedPosterior, validation: Any, batch_size: int | 
     return held
 
 
-def _searched(
-    held: HeldOut, start: Setting, temperature: bool, progress: bool | None
-) -> tuple[Setting, Calibration]:
+def _searched(held: HeldOut, start: Setting, temperature: bool, progress: bool | None) -> tuple[Setting, Calibration]:
     """The best setting and the record of the search from `start`; warns if the network alone is better."""
     count = sum(map(len, held.batches))
     search = _Search(held, replace(start, u=(0.0,) * held.axes), count, progress)
