@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lapis.errors import DataError, LikelihoodError, ModelError
-from lapis.hashing import hash_rows, mix
+from lapis.hashing import Hashes, hash_rows, mix
 from lapis.options import check_count
 
 Inputs: TypeAlias = Any
@@ -291,18 +291,19 @@ def digest(inputs: Inputs, targets: Tensor) -> int:
     float32 cannot hold enter exactly. The hashes are summed modulo 2^64. Images and the same pixels as vectors, in
     single or double precision, therefore have the same fingerprint.
     """
-    total = torch.zeros((), dtype=torch.int64)
+    total = np.zeros(targets.shape[0], np.uint64)
     for number, tensor in enumerate((*tensors_in(inputs), targets)):
-        total = total * 3 + _hash_of_examples(tensor.detach().reshape(targets.shape[0], -1)) + number
-    return int(mix(total).sum()) % 2**64
+        total = mix(total + np.uint64(number) + _hash_of_examples(tensor.detach().reshape(len(total), -1)))
+    return int(total.sum(dtype=np.uint64))
 
 
-def _hash_of_examples(rows: Tensor) -> Tensor:
+def _hash_of_examples(rows: Tensor) -> Hashes:
     """A hash (n,) of each row of numbers (n, d)."""
     rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
     rounded = rows.float()
     hashes = hash_rows(rounded)
     if rows.dtype in (torch.int32, torch.int64):
         rest = rows - rounded.to(rows.dtype)  # 0 below 2^24
-        hashes = torch.where(rest.any(1), hashes + hash_rows(rest), hashes)
+        if bool(rest.any()):
+            hashes = hashes + hash_rows(rest) * rest.any(1).cpu().numpy()
     return hashes
