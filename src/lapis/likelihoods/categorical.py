@@ -184,9 +184,9 @@ class Categorical(Likelihood):
         root = (p[..., 1:] * above / sums[..., 1:]).sqrt()
         wide = torch.promote_types(f.dtype, torch.float32)
         # columns contiguous in memory: each is the seed of a backward pass
-        scale = (root / (LIFT * above.clamp(min=SMALLEST_SUM))).to(wide).movedim(-1, 0).contiguous().unsqueeze(-1)
+        scale = (root / (-LIFT * above.clamp(min=SMALLEST_SUM))).to(wide).movedim(-1, 0).contiguous().unsqueeze(-1)
         s = (LIFT * p).to(wide) * scale
-        s.mul_(_above(f.shape[-1], wide, f.device))
+        s.masked_fill_(_not_above(f.shape[-1], f.device), 0.0)  # not times zero: products there may overflow
         s[..., 1:].diagonal(dim1=0, dim2=-1).copy_(root)
         s = s.to(f.dtype).movedim(0, -1)
         if y.is_floating_point() or bool((counts := self._counts(y)).all()):
@@ -237,6 +237,6 @@ class Categorical(Likelihood):
 
 
 @lru_cache(maxsize=8)
-def _above(classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """For columns 2 .. C of the factor, (C - 1, 1, 1, C): -1 above the diagonal, 0 elsewhere."""
-    return -torch.ones(classes - 1, classes, dtype=dtype, device=device).tril()[:, None, None]
+def _not_above(classes: int, device: torch.device) -> Tensor:
+    """For columns 2 .. C of the factor, (C - 1, 1, 1, C): where they are not above the diagonal."""
+    return torch.ones(classes - 1, classes, dtype=torch.bool, device=device).triu(1)[:, None, None]
