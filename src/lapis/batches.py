@@ -135,7 +135,7 @@ def describe(inputs: Inputs) -> str:
 def as_inputs(inputs: Any, dtype: torch.dtype, device: torch.device) -> Inputs:
     """Inputs on the network's device: arrays become tensors (floating ones in its dtype), tensors keep their dtype."""
     if isinstance(inputs, Tensor):
-        return inputs.to(device)
+        return _dense(inputs, "inputs").to(device)
     if isinstance(inputs, np.ndarray):
         tensor = _tensor(inputs, "inputs")
         return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
@@ -150,7 +150,7 @@ def _tensor(values: Any, what: str) -> Tensor:
     """Numbers in any form as a tensor; DataError calls them `what`."""
     try:
         # lists through numpy: torch would convert their numbers to single precision
-        return torch.as_tensor(np.asarray(values) if isinstance(values, (list, tuple)) else values)
+        tensor = torch.as_tensor(np.asarray(values) if isinstance(values, (list, tuple)) else values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"The {what} are not numbers",
@@ -158,6 +158,19 @@ def _tensor(values: Any, what: str) -> Tensor:
             got=f"{type(values).__name__} ({error})",
             do=f"convert the {what} to a tensor",
         ) from error
+    return _dense(tensor, what)
+
+
+def _dense(tensor: Tensor, what: str) -> Tensor:
+    """The tensor itself; DataError for a sparse or nested one, whose examples cannot be taken apart."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise DataError(
+            f"The {what} are not dense",
+            expected="a tensor with the examples along its first axis",
+            got="a nested tensor" if tensor.is_nested else str(tensor.layout),
+            do="pad it" if tensor.is_nested else "use .to_dense(), batch by batch if it is large",
+        )
+    return tensor
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 
-from torch import Tensor, finfo, float64
+import torch
+from torch import Tensor, finfo
 
 log = logging.getLogger("lapis")
 
@@ -51,6 +52,10 @@ def close(one: Tensor, two: Tensor) -> bool:
     if not one.numel():
         return True
     one, two = one.detach(), two.detach()
-    tolerance = 1e-8 if one.dtype == float64 else 1e-3
     error, size = float((one - two).abs().max()), float(one.abs().max())
-    return error <= tolerance * size + finfo(one.dtype).tiny
+    return error <= rounding(one.dtype) * size + finfo(one.dtype).tiny
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The relative difference between two ways to compute the same that rounding may cause."""
+    return 1e-8 if dtype == torch.float64 else max(1e-3, 16 * finfo(dtype).eps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from itertools import chain
 
 import torch
@@ -13,7 +14,7 @@ from lapis.batches import Batch, digest, naming
 from lapis.curvature.backward.contributions import one_seed
 from lapis.curvature.backward.record import Record
 from lapis.curvature.backward.seeds import curvature_seeds, position_seeds
-from lapis.curvature.hessian import add_hessian
+from lapis.curvature.hessian import add_hessian, twice_differentiable
 from lapis.curvature.outputs import FACTOR_COPIES, check_width
 from lapis.curvature.sums import Curvature
 from lapis.curvature.working_memory import (
@@ -97,7 +98,8 @@ def _add_batch(
     work: int,
 ) -> None:
     with naming(batch.where):
-        record = curvature.tape.record(batch.inputs)
+        with twice_differentiable() if curvature.kind == "hessian" else nullcontext():
+            record = curvature.tape.record(batch.inputs)
         f = record.f.detach()
         check_width(f, curvature.outputs)
         likelihood.check_outputs(f)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapis.curvature.backward.record import Record
 from lapis.curvature.blocks.block import Block
+from lapis.errors import ModelError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
+
+
+def twice_differentiable() -> AbstractContextManager[None]:
+    """For forward passes: attention by plain products, as torch's fused kernels have first derivatives only."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def add_hessian(block: Block, network: Network, likelihood: Likelihood, record: Record, targets: Tensor) -> None:
@@ -22,5 +31,13 @@ def add_hessian(block: Block, network: Network, likelihood: Likelihood, record: 
     if not gradient.requires_grad:  # nll and network are both linear: the Hessian is zero
         return
     for row, index in enumerate(order.tolist()):
-        second = torch.autograd.grad(gradient[index], parameters, retain_graph=True, allow_unused=True)
+        try:
+            second = torch.autograd.grad(gradient[index], parameters, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            raise ModelError(
+                "The network has no second derivatives",
+                expected="operations that torch can differentiate twice",
+                got=str(error).strip().splitlines()[0],
+                do='use curvature="ggn", which needs first derivatives only',
+            ) from error
         block.add_row(row, network.gather(second)[order])

@@ -2,6 +2,15 @@
 
 from lapis.network.choice import Weights
 from lapis.network.network import Network, flat_gradient, split_vector
-from lapis.network.untouched import evaluating, restored_modes
+from lapis.network.untouched import differentiating, evaluating, full_precision, restored_modes
 
-__all__ = ["Network", "Weights", "evaluating", "flat_gradient", "restored_modes", "split_vector"]
+__all__ = [
+    "Network",
+    "Weights",
+    "differentiating",
+    "evaluating",
+    "flat_gradient",
+    "full_precision",
+    "restored_modes",
+    "split_vector",
+]

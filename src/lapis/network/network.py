@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,13 @@ from lapis.errors import DataError, ModelError, OptionError
 from lapis.hashing import hash_tensors
 from lapis.network.choice import Weights, choose
 from lapis.network.last_layer import last_layer
-from lapis.network.untouched import IgnoredTensorHooks, evaluating, keep_freed_memory, without_gradient_hooks
+from lapis.network.untouched import (
+    PlainFunctions,
+    differentiating,
+    evaluating,
+    keep_freed_memory,
+    without_gradient_hooks,
+)
 from lapis.proofs import Proofs
 
 CALL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
@@ -48,6 +54,8 @@ class Network:
         self.proofs = Proofs()
         """Records which shortcuts agree with the plain computation on this network."""
         self._prepared = False
+        self._casts = True
+        """Whether the forward pass uses autocast, for all that is known."""
         self._known: tuple[Any, str] | None = None
         """The last fingerprint, preceded by what it was computed from: names, shapes and a quick hash of all values."""
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -59,6 +67,7 @@ class Network:
                 got="a lazy layer that has never run",
                 do="run the network once, and train it",
             )
+        trainable = {name: p for name, p in trainable.items() if p.numel()}
         if not trainable:
             raise ModelError(
                 "The network has no trainable weights",
@@ -93,6 +102,7 @@ class Network:
                 got=", ".join(sorted(map(str, mixed))),
                 do="move the network with .to(...)",
             )
+        self._check_device()
         self.check_finite()
 
     # which weights ---------------------------------------------------------------------------------
@@ -180,7 +190,7 @@ class Network:
         """The output tensor for `inputs`, with `parameters` in place of the module's own."""
         args, kwargs = _arguments(inputs)
         try:
-            with IgnoredTensorHooks() if self._prepared and torch.is_grad_enabled() else nullcontext():
+            with self._plain():
                 if parameters is None:
                     output = self.module(*args, **kwargs)
                 else:
@@ -203,6 +213,16 @@ class Network:
                 do="wrap the network so that it returns the tensor that the likelihood takes",
             )
         return output
+
+    @contextmanager
+    def _plain(self) -> Iterator[None]:
+        """While prepared: no hooks on tensors, no autocast. Skipped without gradients where it would change nothing."""
+        if not self._prepared or not (torch.is_grad_enabled() or self._casts):
+            yield
+            return
+        with PlainFunctions(self.device) as functions:
+            yield
+        self._casts = functions.casts
 
     def traced(self, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None) -> tuple[Tensor, list[int]]:
         """The output with its graph, and the bytes of each tensor that the graph saves besides the weights."""
@@ -260,24 +280,16 @@ class Network:
             with torch.enable_grad():
                 yield
             return
-        if torch.is_inference_mode_enabled():
-            raise ModelError(
-                "There are no gradients in inference mode",
-                expected="a network that can be differentiated",
-                got="a call inside torch.inference_mode()",
-                do="use torch.no_grad(), which can be lifted where gradients are needed",
-            )
         keep_freed_memory()
         chosen = set(self.names)
         flags = [(p, name in chosen, p.requires_grad) for name, p in self.module.named_parameters()]
-        with evaluating(self.module), without_gradient_hooks(self.module):
+        with differentiating(self.device), evaluating(self.module), without_gradient_hooks(self.module):
             try:
                 for parameter, wanted, before in flags:
                     if wanted != before:
                         parameter.requires_grad_(wanted)
                 self._prepared = True
-                with torch.enable_grad():
-                    yield
+                yield
             finally:
                 self._prepared = False
                 for parameter, _, before in flags:
@@ -285,6 +297,17 @@ class Network:
                         parameter.requires_grad_(before)
 
     # checks ----------------------------------------------------------------------------------------
+
+    def _check_device(self) -> None:
+        """Raise ModelError on a parameter or buffer without values."""
+        for name, tensor in self._state():
+            if tensor.is_meta:
+                raise ModelError(
+                    f"The network's {name!r} has no values",
+                    expected="weights and buffers in memory",
+                    got="a tensor on the meta device",
+                    do='load the weights: model.to_empty(device="cpu"), then model.load_state_dict(...)',
+                )
 
     def check_finite(self) -> None:
         """Raise ModelError on NaN or infinity in a parameter or buffer, with its name."""

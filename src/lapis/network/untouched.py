@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from lapis.errors import ModelError
+
 LARGEST_KEPT = 2**25 - 2**16
 """Just below the upper limit of glibc's dynamic mmap threshold (32 MiB)."""
 
@@ -32,6 +34,25 @@ def keep_freed_memory() -> None:
     up to a third of a network's time. The threshold grows to the largest block freed so far. Harmless elsewhere.
     """
     torch.empty(LARGEST_KEPT, dtype=torch.uint8)
+
+
+def full_precision(device: torch.device) -> torch.autocast:
+    """No automatic casts to half precision: a posterior is about the network as it is, whatever surrounds the call."""
+    return torch.autocast(device.type, enabled=False)
+
+
+@contextmanager
+def differentiating(device: torch.device) -> Iterator[None]:
+    """Gradients, in full precision, also where a caller has switched them off; ModelError in inference mode."""
+    if torch.is_inference_mode_enabled():
+        raise ModelError(
+            "There are no gradients in inference mode",
+            expected="a network that can be differentiated",
+            got="a call inside torch.inference_mode()",
+            do="use torch.no_grad(), which can be lifted where gradients are needed",
+        )
+    with torch.enable_grad(), full_precision(device):
+        yield
 
 
 @contextmanager
@@ -101,12 +122,22 @@ def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
             held.update(saved)
 
 
-class IgnoredTensorHooks(TorchFunctionMode):
-    """While it is entered, `tensor.register_hook` does nothing."""
+class PlainFunctions(TorchFunctionMode):
+    """While it is entered, `tensor.register_hook` does nothing, and nothing runs in half precision by autocast."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.casts = False
+        """Whether the forward pass has switched autocast on."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.register_hook:
             return RemovableHandle(OrderedDict())
+        if torch.is_autocast_enabled(self.device.type):
+            self.casts = True
+            with full_precision(self.device):
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ from torch import Tensor
 from lapis.batches import Batch, Inputs, batch_length
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import DataError
-from lapis.network import Network
+from lapis.network import Network, full_precision
 from lapis.options import check_count, check_generator
 from lapis.posteriors.posterior import LatentKind, Posterior, State
 from lapis.posteriors.predicting.parts import check_inputs
@@ -146,7 +146,8 @@ class LinearisedPosterior(WeightPosterior):
 
     def _linearised(self, x: Inputs, kind: LatentKind) -> LatentGaussian:
         self.check_network()
-        return self._outputs(check_inputs(x, self.network, self.facts.signature), kind)
+        with full_precision(self.network.device):
+            return self._outputs(check_inputs(x, self.network, self.facts.signature), kind)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

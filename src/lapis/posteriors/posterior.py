@@ -19,7 +19,7 @@ from torch import Tensor
 from lapis.batches import Inputs, batches, describe, take
 from lapis.errors import ModelError, OptionError
 from lapis.likelihoods import Likelihood
-from lapis.network import Network
+from lapis.network import Network, full_precision
 from lapis.options import check_choice, check_count, check_generator
 from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.diagnose import diagnose
@@ -256,7 +256,8 @@ class Posterior(ABC):
                 do='use method="linearised"' if "linearised" in self.methods else "leave them out",
             )
         self.check_network()
-        latent = latent_of_parts(self, x, kind, samples if kind == "sampled" else None, generator, progress)
+        with full_precision(self.network.device):
+            latent = latent_of_parts(self, x, kind, samples if kind == "sampled" else None, generator, progress)
         if self._sharpness() != 1:
             latent = latent.scaled(self._sharpness())
         return predict_outputs(

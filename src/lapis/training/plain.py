@@ -88,7 +88,7 @@ def fit_network(
             model.train()
             set_rate(descent, budget.rate(epoch, schedule))
             total, count = 0.0, 0
-            with own_randomness(network, _seed(source)), torch.enable_grad():
+            with own_randomness(network, _seed(source)):
                 for batch in shuffled(data, network, batch_size):
                     step = take_step(network, family, batch, descent, penalty, epoch)
                     total, count = total + step.loss * len(batch), count + len(batch)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lapis.batches import Batch
 from lapis.errors import ModelError
 from lapis.likelihoods import Likelihood
-from lapis.network import Network
+from lapis.network import Network, differentiating
 from lapis.options import check_choice
 
 MakeOptimiser = Callable[[list[Tensor], float], torch.optim.Optimizer]
@@ -54,18 +54,19 @@ def take_step(
 ) -> Step:
     """One step on mean_n -log p(y_n | f_n) + penalty; ModelError if this is not finite, before the weights change."""
     optimiser.zero_grad()
-    raw = network.call(batch.inputs)
-    f = likelihood.canonical(raw)
-    y = likelihood.targets(batch.targets, f, raw.shape)
-    loss = likelihood.nll(f, y).mean() + penalty()
-    value = float(loss.detach())
-    if not bool(torch.isfinite(loss)):
-        raise ModelError(
-            f"Training diverged in epoch {epoch}",
-            expected="a finite loss",
-            got=f"{value} on batch {batch.index}",
-            do="use a smaller learning_rate, or scale the inputs and targets",
-        )
-    loss.backward()  # type: ignore[no-untyped-call]
+    with differentiating(network.device):
+        raw = network.call(batch.inputs)
+        f = likelihood.canonical(raw)
+        y = likelihood.targets(batch.targets, f, raw.shape)
+        loss = likelihood.nll(f, y).mean() + penalty()
+        value = float(loss.detach())
+        if not bool(torch.isfinite(loss)):
+            raise ModelError(
+                f"Training diverged in epoch {epoch}",
+                expected="a finite loss",
+                got=f"{value} on batch {batch.index}",
+                do="use a smaller learning_rate, or scale the inputs and targets",
+            )
+        loss.backward()  # type: ignore[no-untyped-call]
     optimiser.step()
     return Step(value, f.detach(), y.detach())

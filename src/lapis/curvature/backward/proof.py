@@ -12,6 +12,7 @@ from lapis.curvature.backward.record import Record
 from lapis.curvature.recording.sites import Site
 from lapis.errors import ModelError
 from lapis.network import Network
+from lapis.proofs import rounding
 
 
 def unexplained(record: Record, network: Network, sites: Sequence[Site]) -> set[str]:
@@ -38,7 +39,8 @@ def unexplained(record: Record, network: Network, sites: Sequence[Site]) -> set[
             do="use operations that have derivatives",
         ) from error
     parts = {name: rest[network.span(name)] for name in network.names}
-    relative, floor = (1e-8, 1e-12) if rest.dtype == torch.float64 else (1e-3, 1e-6)
+    relative = rounding(rest.dtype)
+    floor = 1e-12 if rest.dtype == torch.float64 else 1e-3 * relative
     whole = floor * rest.norm()
     allowed = {name: relative * part.norm() + whole for name, part in parts.items()}
     claimed: Counter[str] = Counter()

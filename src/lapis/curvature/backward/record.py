@@ -86,7 +86,7 @@ class Record:
         if not isinstance(found, Outer) or found.g.shape[:2] != (1, 1) or not torch.equal(found.g[0], seed):
             return None
         a = found.inputs()[0]
-        return torch.cat([a, torch.ones_like(a[..., :1])], -1) if found.bias else a
+        return torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1) if found.bias else a
 
     def explains(self, site: Site) -> bool:
         """Whether the site's weights were used, and every use was interpreted by a rule of the site's kind."""

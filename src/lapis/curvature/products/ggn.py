@@ -22,7 +22,7 @@ from lapis.curvature.outputs import check_factors, check_outputs
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
-from lapis.network import Network
+from lapis.network import Network, full_precision
 from lapis.priors import WeightPrior
 from lapis.solvers import (
     CGResult,
@@ -133,7 +133,8 @@ class ImplicitCurvature:
     def root(self, vectors: Tensor) -> Tensor:
         """S^T J v, (k, M), for vectors v (k, P): a square root of the GGN."""
         pairs = zip(self.jacobian.forward(vectors), self.factors, strict=True)
-        return torch.cat([(s.to(u.dtype).mT @ u[..., None])[..., 0].flatten(1) for u, s in pairs], 1)
+        with full_precision(self.network.device):
+            return torch.cat([(s.to(u.dtype).mT @ u[..., None])[..., 0].flatten(1) for u, s in pairs], 1)
 
     def root_transposed(self, rows: Tensor) -> Tensor:
         """J^T S u, (k, P), for rows u (k, M)."""
@@ -141,7 +142,8 @@ class ImplicitCurvature:
         for s in self.factors:
             stop = start + s[..., 0, :].numel()
             u = rows[:, start:stop].reshape(len(rows), *s.shape[:2], s.shape[-1], 1)
-            seeds.append((s.to(rows.dtype) @ u)[..., 0])
+            with full_precision(self.network.device):
+                seeds.append((s.to(rows.dtype) @ u)[..., 0])
             start = stop
         return self.jacobian.backward(seeds)
 
@@ -284,14 +286,15 @@ class ImplicitGaussian:
     def _run(
         self, operator: Operator, target: Tensor, preconditioner: Preconditioner | None, how: dict[str, Any]
     ) -> CGResult:
-        return conjugate_gradients(
-            operator,
-            target,
-            preconditioner=preconditioner,
-            tolerance=self.tolerance,
-            max_iterations=self.max_iterations,
-            **how,
-        )
+        with full_precision(target.device):
+            return conjugate_gradients(
+                operator,
+                target,
+                preconditioner=preconditioner,
+                tolerance=self.tolerance,
+                max_iterations=self.max_iterations,
+                **how,
+            )
 
     def spectrum(
         self, probes: int, steps: int, generator: torch.Generator, progress: bool | None
@@ -302,4 +305,5 @@ class ImplicitGaussian:
         operator = self.output_operator() if self.space == "outputs" else self.operator()
         if self.space == "weights":
             operator = preconditioned(operator, Diagonal(self.precision))
-        return spectral_quadrature(operator, probes=probes, steps=steps, generator=generator, progress=progress)
+        with full_precision(operator.device):
+            return spectral_quadrature(operator, probes=probes, steps=steps, generator=generator, progress=progress)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lapis.curvature.blocks.partition import NAMES
 from lapis.evidence import TangentMode, Tuning
 from lapis.likelihoods import Gaussian, Likelihood, from_config
-from lapis.network import Network
+from lapis.network import Network, differentiating
 from lapis.options import check_count, check_positive
 from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.report import Notes
@@ -166,7 +166,8 @@ class LaplaceFamily(Refinable):
             method, groups, noise, max_iterations, tolerance, samples, solver, batch_size, tolerated_loss, generator,
             progress,
         )  # fmt: skip
-        return replace(self, calibration=None, sharpness=1.0)._tune(asked)
+        with differentiating(self.network.device):
+            return replace(self, calibration=None, sharpness=1.0)._tune(asked)
 
     @abstractmethod
     def _tune(self: Self, asked: TuneOptions) -> Self:

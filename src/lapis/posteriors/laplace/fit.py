@@ -191,6 +191,13 @@ def laplace(
             note = f"the last layer of a classifier with {probe.size:,} weights; {note}"
     network.example = few
     _check_structure(chosen, structure, curvature, rank)
+    if chosen in MATRIX_FREE and network.dtype not in (torch.float32, torch.float64):
+        raise ModelError(
+            f"Products with vectors in {network.dtype} are too inexact to solve or decompose with",
+            expected=f'float32 or float64 weights with structure="{chosen}"',
+            got=str(network.dtype),
+            do='convert the network: model.float(), or use structure="kronecker", "diagonal" or "dense"',
+        )
     weight_prior = chosen_prior.resolve(network)
     weights_now, fingerprint = network.flat(), network.fingerprint()
 

@@ -24,7 +24,7 @@ from lapis.curvature.tape import ExampleBytes, Tape
 from lapis.errors import MemoryBudgetError, OptionError
 from lapis.evidence import Training
 from lapis.likelihoods import Gaussian, Likelihood
-from lapis.network import Network
+from lapis.network import Network, full_precision
 from lapis.options import check_choice, check_generator
 from lapis.posteriors.laplace import tuning_by_evidence as tuning
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
@@ -107,7 +107,8 @@ class LaplacePosterior(LaplaceFamily):
         # noise drawn one by one, so that one call with n samples and n calls with one give the same draws
         noise = torch.stack([white_noise(self.network, source) for _ in range(samples)])
         parts = torch.split(noise, [block.size for block in self.curvature.blocks], -1)
-        draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self.widened, parts, strict=True)]
+        with full_precision(self.network.device):
+            draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self.widened, parts, strict=True)]
         return self._to_flat(draws).add_(self.mean)
 
     def _squared_distance(self, deviations: Tensor) -> Tensor:
