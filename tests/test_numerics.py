@@ -210,3 +210,59 @@ def test_a_hessian_that_torch_cannot_compute_is_an_error_with_the_remedy() -> No
         lapis.laplace(
             FusedAttention(3, 2).double(), data(), "regression", structure="dense", curvature="hessian"
         )
+
+
+# draws -------------------------------------------------------------------------------------------------
+
+
+def in_parts(x: Tensor, y: Tensor, size: int, order: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(torch.split(x[order], size), torch.split(y[order], size), strict=True))
+
+
+PRIORS = {"one": lapis.Prior(2.0), "own for biases": lapis.Prior(2.0, groups="parameter")}
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("bias", ["joint", "separate"])
+@pytest.mark.parametrize("structure", ["kronecker", "ekfac"])
+@pytest.mark.parametrize("prior", PRIORS)
+def test_draws_do_not_depend_on_batches_or_the_order_of_data(
+    prior: str, structure: str, bias: Any, dtype: torch.dtype
+) -> None:
+    """Four examples for layers of more inputs: eigenvalues repeat, and their eigenvectors are arbitrary."""
+    model, (x, y) = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)).to(dtype), data(4, dtype=dtype)
+    found = [
+        lapis.laplace(
+            model, in_parts(x, y, size, order), "regression", structure=structure, bias=bias, prior=PRIORS[prior]
+        )
+        for size, order in ((4, torch.arange(4)), (1, torch.tensor([2, 0, 3, 1])), (3, torch.tensor([3, 2, 1, 0])))
+    ]
+    tolerance = 1e-9 if dtype == F64 else 1e-4
+    for other in found[1:]:
+        torch.testing.assert_close(other.sample(3), found[0].sample(3), rtol=tolerance, atol=tolerance)
+        predicted = other.predict(x, method="sampled", samples=3).variance
+        torch.testing.assert_close(predicted, found[0].predict(x, method="sampled", samples=3).variance)
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "ekfac"])
+def test_signs_of_eigenvectors_are_fixed_in_large_blocks_too(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lapis.curvature.blocks.eigenbasis.SYMMETRIC_ROOT", 0)
+    model, (x, y) = mlp(), data(40)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    one = lapis.laplace(model, in_parts(x, y, 40, torch.arange(40)), "regression", structure=structure)
+    other = lapis.laplace(model, in_parts(x, y, 7, order), "regression", structure=structure)
+    torch.testing.assert_close(one.sample(3), other.sample(3), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("structure", ["kronecker", "ekfac"])
+def test_rotated_noise_is_drawn_with_the_posteriors_covariance(structure: str, prior: str) -> None:
+    x, y = data(30)
+    posterior = lapis.laplace(mlp(), (x, y), "regression", structure=structure, prior=PRIORS[prior])
+    for gaussian, block in zip(posterior.gaussians, posterior.curvature.blocks, strict=True):
+        root = gaussian.color(torch.eye(block.size, dtype=F64))  # row i is the draw of unit noise i
+        torch.testing.assert_close(root.mT @ root, gaussian.solve(torch.eye(block.size, dtype=F64)))
+        if prior == "one":
+            torch.testing.assert_close(root, root.mT)

@@ -160,7 +160,7 @@ class Block(ABC):
 
 @dataclass(frozen=True)
 class FactoredDraw:
-    """Draws of one weight matrix (O, I) as outputs @ (noise * deviations) @ inputs^T, with white noise (O, I).
+    """Draws of one weight matrix (O, I) as outputs @ (white(noise) * deviations) @ inputs^T, with white noise (O, I).
 
     A linear layer can be applied to such a draw without forming it. A bias is the last of the I columns.
     """
@@ -171,6 +171,8 @@ class FactoredDraw:
     """A basis of the outputs, (O, O)."""
     inputs: Tensor
     """A basis of the inputs, (I, I)."""
+    white: Callable[[Tensor], Tensor]
+    """White noise (..., O, I) in these bases, from white noise."""
 
 
 class BlockGaussian(ABC):

@@ -11,6 +11,10 @@ from lapis.curvature.backward.contributions import Contribution, Lookup, Rows
 from lapis.curvature.blocks.block import Block, BlockGaussian, FactoredDraw
 
 
+SYMMETRIC_ROOT = 2**20
+"""Up to this many multiplications a draw, noise is rotated into the bases: see `EigenbasisGaussian.white`."""
+
+
 class EigenbasisGaussian(BlockGaussian):
     """Precision (Q_G (x) W) diag(eigenvalues) (Q_G (x) W)^T, so covariance (Q_G (x) R) diag(1 / eigenvalues) (...)^T.
 
@@ -19,10 +23,21 @@ class EigenbasisGaussian(BlockGaussian):
         outputs: Q_G (K, O, O), orthogonal.
         forth: W (K, I, I); None for the identity.
         back: R = W^-T, alike.
+        rotation: Q_A (K, I, I), orthogonal: W without the scale of its rows; W itself when None.
     """
 
-    def __init__(self, eigenvalues: Tensor, outputs: Tensor, forth: Tensor | None, back: Tensor | None) -> None:
+    def __init__(
+        self,
+        eigenvalues: Tensor,
+        outputs: Tensor,
+        forth: Tensor | None,
+        back: Tensor | None,
+        rotation: Tensor | None = None,
+    ) -> None:
         self.eigenvalues, self.outputs, self.forth, self.back = eigenvalues, outputs, forth, back
+        self.rotation = forth if rotation is None else rotation
+        _, height, width = eigenvalues.shape
+        self._rotates = eigenvalues.numel() * (height + width) <= SYMMETRIC_ROOT
         self._casts: dict[torch.dtype, tuple[Tensor, Tensor, Tensor | None]] = {}
 
     def logdet(self) -> Tensor:
@@ -39,16 +54,35 @@ class EigenbasisGaussian(BlockGaussian):
         """(n, size) as (n, K, O, I)."""
         return vectors.reshape(*vectors.shape[:-1], *self.eigenvalues.shape)
 
+    def white(self, noise: Tensor) -> Tensor:
+        """White noise in the bases from white noise (..., K, O, I): Q_G^T E Q_A in small blocks, E itself in others.
+
+        Draws then are Sigma^1/2 e by the symmetric root, which depends on the covariance but not on the choice of its
+        eigenvectors: sums over data in another order draw the same weights. Where the rotation would take as long as
+        the rest of a draw, only the signs of eigenvectors are fixed (`signs`): draws then change with the data's order
+        where eigenvalues are equal up to rounding.
+        """
+        if not self._rotates:
+            return noise
+        _, outputs, back = self.factors(noise.dtype)
+        rotation = back if self.rotation is self.back else self.rotation
+        rotated = outputs.mT @ noise
+        return rotated if rotation is None else rotated @ rotation.to(noise.dtype)
+
     def color(self, noise: Tensor) -> Tensor:
-        variance, outputs, back = self.factors(noise.dtype)
-        draws = outputs @ (self.array(noise) * variance.sqrt())
+        return self._spread(self.white(self.array(noise)))
+
+    def _spread(self, white: Tensor) -> Tensor:
+        """Draws (n, size) from white noise (n, K, O, I) in the bases."""
+        variance, outputs, back = self.factors(white.dtype)
+        draws = outputs @ (white * variance.sqrt())
         return (draws if back is None else draws @ back.mT).flatten(1)
 
     def factored(self, dtype: torch.dtype) -> FactoredDraw | None:
         variance, outputs, back = self.factors(dtype)
         if back is None or len(outputs) > 1:
             return None
-        return FactoredDraw(variance[0].sqrt(), outputs[0], back[0])
+        return FactoredDraw(variance[0].sqrt(), outputs[0], back[0], lambda noise: self.white(noise[None])[0])
 
     def _through(self, vectors: Tensor, values: Tensor, basis: Tensor | None) -> Tensor:
         """(Q_G (x) basis) diag(values) (Q_G (x) basis)^T times vectors."""
@@ -128,8 +162,8 @@ class OwnBiasGaussian(EigenbasisGaussian):
         root = self._ratio.sqrt()
         v = (self._q * self.eigenvalues.rsqrt()).to(noise.dtype)
         factor = (self.difference / (root * (root + 1))).to(noise.dtype)
-        array = self.array(noise)
-        return super().color((array - (factor * (array * v).sum(-1))[..., None] * v).flatten(1))
+        white = self.white(self.array(noise))
+        return self._spread(white - (factor * (white * v).sum(-1))[..., None] * v)
 
     def factored(self, dtype: torch.dtype) -> FactoredDraw | None:
         return None
@@ -176,6 +210,12 @@ class OwnBiasGaussian(EigenbasisGaussian):
         along, c = self._along(rotated)
         flat = along.flatten(0, 1)
         return total - ((flat * c) @ flat.mT).reshape(total.shape)
+
+
+def signs(vectors: Tensor) -> Tensor:
+    """The sign (..., 1, n) of each eigenvector, a column of (..., n, n), that makes it unique: see `white`."""
+    fixed = torch.arange(1, vectors.shape[-1] + 1, dtype=vectors.dtype, device=vectors.device).cos()
+    return torch.where((fixed @ vectors.detach()) < 0, -1.0, 1.0)[..., None, :]
 
 
 def rotate(contribution: Contribution, inputs: Tensor | None, outputs: Tensor, shape: Sequence[int]) -> Contribution:

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from lapis.curvature.backward.contributions import Contribution, Outer, Rows
 from lapis.curvature.blocks.block import Block, common_group, site_precision
-from lapis.curvature.blocks.eigenbasis import EigenbasisGaussian
+from lapis.curvature.blocks.eigenbasis import EigenbasisGaussian, signs
 from lapis.curvature.blocks.spectrum import Spectrum, product_spectrum, spectrum
 from lapis.curvature.moments import Moment, symmetric
 from lapis.curvature.recording.sites import Site
@@ -162,14 +162,15 @@ class KroneckerGaussian(EigenbasisGaussian):
 
     def __init__(self, block: KroneckerBlock, prior: Tensor, scale: Tensor) -> None:
         values_g, vectors_g, values_a, forth = block.eigen()
-        back, shift = forth, prior
+        back, rotation, shift = forth, forth, prior
         self.rescaled: Tensor | None = None
         if prior.dim() > 0 and not block.separate_bias:
             root = prior.sqrt()  # its gradient needs both triangles of the matrix below
             values_a, vectors = _eigh(symmetric(block.mean_inputs()) / root / root[:, None])
             forth, back, shift = vectors * root[:, None], vectors / root[:, None], torch.ones_like(root[0])
-            self.rescaled = prior
-        super().__init__(scale * values_g[:, :, None] * values_a[:, None, :] + shift, vectors_g, forth, back)
+            self.rescaled, rotation = prior, vectors
+        eigenvalues = scale * values_g[:, :, None] * values_a[:, None, :] + shift
+        super().__init__(eigenvalues, vectors_g, forth, back, rotation)
         self._values_a = values_a
 
     def logdet(self) -> Tensor:
@@ -216,10 +217,10 @@ def _eigh_in_place(lower: Tensor) -> tuple[Tensor, Tensor]:
     matrix = lower.mT
     values = lower.new_empty(lower.shape[:-1])
     torch.linalg.eigh(matrix, UPLO="U", out=(values, matrix))
-    return values.clamp_(min=0), matrix
+    return values.clamp_(min=0), matrix.mul_(signs(matrix))
 
 
 def _eigh(lower: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of the symmetric matrix with this lower triangle; the upper one is never read."""
     values, vectors = torch.linalg.eigh(lower, UPLO="L")
-    return values.clamp(min=0), vectors
+    return values.clamp(min=0), vectors * signs(vectors)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lapis.curvature.products.ggn import ImplicitCurvature, ImplicitGaussian, Solved, Space
 from lapis.errors import LapisWarning, OptionError
+from lapis.network import full_precision
 from lapis.options import check_count
 from lapis.posteriors.laplace.drawing import white
 from lapis.posteriors.laplace.family import LaplaceFamily
@@ -76,7 +77,8 @@ class SolvedPosterior(LaplaceFamily):
         """Covariance times weight vectors (P,) or (k, P), float64."""
         self.check_network()
         block = self.vectors(vectors).to(self.network.dtype)
-        parts = [self.solved(self.gaussian.solve(part)) for part in torch.split(block, self.vectors_at_once())]
+        with full_precision(self.network.device):
+            parts = [self.solved(self.gaussian.solve(part)) for part in torch.split(block, self.vectors_at_once())]
         return torch.cat(parts).double().mul_(self.width).reshape(vectors.shape)
 
     def vectors_at_once(self) -> int:
@@ -109,7 +111,8 @@ class SolvedPosterior(LaplaceFamily):
         for start in range(0, samples, self.vectors_at_once()):
             group = noise[start : start + self.vectors_at_once()]
             first, rows = torch.stack([e for e, _ in group]), torch.stack([u for _, u in group])
-            parts.append(self.solved(self.gaussian.draws(first, rows)))
+            with full_precision(self.network.device):
+                parts.append(self.solved(self.gaussian.draws(first, rows)))
         return torch.cat(parts).mul_(self.width**0.5).add_(self.mean)
 
     def _squared_distance(self, deviations: Tensor) -> Tensor:

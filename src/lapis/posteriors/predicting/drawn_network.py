@@ -86,6 +86,7 @@ class Matrix:
         self.weight = means[site.weight.name]
         self.bias = None if site.bias is None else means[site.bias.name]
         self.deviation, self.output_basis, self.input_basis = factored.deviations, factored.outputs, factored.inputs
+        self.white = factored.white
         self.given = given
         self.mean = self.weight if self.bias is None else torch.cat([self.weight, self.bias[:, None]], 1)
         height, width = self.mean.shape
@@ -96,7 +97,7 @@ class Matrix:
 
     def draw(self, noise: Tensor) -> None:
         """Overwrite the current draw with the next."""
-        self._noise = noise.reshape(self.deviation.shape) * self.deviation
+        self._noise = self.white(noise.reshape(self.deviation.shape)) * self.deviation
         if self.forming:
             torch.addmm(self.mean, self.output_basis @ self._noise, self.input_basis.mT, out=self._formed)
         else:
