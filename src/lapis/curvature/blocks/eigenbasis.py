@@ -10,7 +10,6 @@ from torch import Tensor
 from lapis.curvature.backward.contributions import Contribution, Lookup, Rows
 from lapis.curvature.blocks.block import Block, BlockGaussian, FactoredDraw
 
-
 SYMMETRIC_ROOT = 2**20
 """Up to this many multiplications a draw, noise is rotated into the bases: see `EigenbasisGaussian.white`."""
 
