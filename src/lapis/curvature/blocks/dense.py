@@ -11,8 +11,9 @@ from torch import Tensor
 from lapis.batches import all_finite
 from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, site_precision
-from lapis.curvature.blocks.gram import Gram, strips
+from lapis.curvature.blocks.gram import STRIP, Gram
 from lapis.curvature.blocks.spectrum import Spectrum, spectrum
+from lapis.curvature.blocks.triangle import inverse_diagonal
 from lapis.curvature.recording.sites import Site
 from lapis.errors import NotPositiveDefiniteError
 from lapis.priors import WeightPrior
@@ -222,21 +223,6 @@ def stacked_rows(contributions: Sequence[Contribution]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def _inverse_diagonal(factor: Tensor) -> Tensor:
-    """The diagonal of (L L^T)^-1: columns of L^-1, squared and summed, a strip of them at a time."""
-    spans = list(strips(0, len(factor)))
-    found = [torch.empty(0)] * len(spans)
-    for i, (start, stop) in enumerate(spans):
-        columns = factor.new_zeros(len(factor) - start, stop - start)
-        columns[: stop - start].fill_diagonal_(1)
-        for top, bottom in spans[i:]:
-            strip = columns[top - start : bottom - start]
-            strip.addmm_(factor[top:bottom, start:top], columns[: top - start], alpha=-1)
-            strip.copy_(torch.linalg.solve_triangular(factor[top:bottom, top:bottom], strip, upper=False))
-        found[i] = columns.square_().sum(0)
-    return torch.cat(found)
-
-
 class _LogDeterminant(torch.autograd.Function):
     """log |s C + Lambda|. Its gradient in diag(Lambda) are the marginal variances v; its derivative in s is
     trace((s C + Lambda)^-1 C) = (P - sum(Lambda v)) / s."""
@@ -263,7 +249,8 @@ class _Variance(torch.autograd.Function):
     def forward(ctx: Any, prior: Tensor, scale: Tensor, gaussian: DenseGaussian) -> Tensor:
         ctx.save_for_backward(prior, scale)
         ctx.block = gaussian.block
-        return _inverse_diagonal(gaussian.factor())
+        factor = gaussian.factor()
+        return inverse_diagonal(len(factor), STRIP, lambda top, bottom, start, stop: factor[top:bottom, start:stop])
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -24,6 +24,7 @@ from lapis.curvature.blocks.diagonal import DiagonalBlock
 from lapis.curvature.blocks.ekfac import EKFACBlock
 from lapis.curvature.blocks.kronecker import KroneckerBlock, kronecker_bytes
 from lapis.curvature.blocks.lowrank import LowRankBlock
+from lapis.curvature.blocks.packed import PackedBlock, packed_bytes
 from lapis.curvature.blocks.spectrum import GroupedSpectrum, Spectrum
 from lapis.curvature.recording.sites import Site
 from lapis.errors import MemoryBudgetError, OptionError
@@ -55,11 +56,24 @@ SMALL_BLOCK = 512
 DENSE_COPIES = 3
 """Matrices (weights, weights) in memory at the peak of a dense fit and factorisation."""
 
+PACKED = 10_000
+"""From this many weights on dense blocks store triangles: a third of the memory, but no eigenvalues for tuning."""
+
+
+def is_packed(weights: int) -> bool:
+    """Whether a dense block over so many weights stores triangles."""
+    return weights >= PACKED
+
+
+def dense_bytes(weights: int) -> int:
+    """Memory at the peak of a dense fit and factorisation."""
+    return packed_bytes(weights) if is_packed(weights) else DENSE_COPIES * 8 * weights**2
+
 
 def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Structure, str]:
     """The structure meant, and how it was chosen; refused here when it cannot fit in memory."""
     if name == "auto":
-        fits = DENSE_COPIES * 8 * weights**2 <= memory_budget
+        fits = dense_bytes(weights) <= memory_budget
         if weights <= AUTO_DENSE and fits:
             return "dense", f"dense, chosen for {weights:,} weights (at most {AUTO_DENSE:,})"
         reason = f"more than {AUTO_DENSE:,}" if fits or weights > AUTO_DENSE else "too many for dense in memory_budget"
@@ -73,13 +87,13 @@ def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Stru
             do="choose one of these",
         )
     structure = NAMES[name]
-    needed = DENSE_COPIES * 8 * weights**2
+    needed = dense_bytes(weights)
     if structure == "dense" and needed > memory_budget:
         raise MemoryBudgetError(
             f"A dense posterior over {weights:,} weights does not fit",
             expected=f"at most {memory_budget:,} bytes (memory_budget)",
-            got=f"{needed:,} bytes for {DENSE_COPIES} float64 matrices of {weights:,} x {weights:,}",
-            do='use structure="kronecker", "diagonal" or "implicit", weights="last_layer", or a larger memory_budget',
+            got=f"{needed:,} bytes for the curvature of {weights:,} x {weights:,} weights and its factor in float64",
+            do='choose fewer weights, structure="kronecker", "diagonal" or "implicit", or a larger memory_budget',
         )
     return structure, structure
 
@@ -94,7 +108,7 @@ class BlockOptions:
 
 
 def _dense(sites: Sequence[Site], options: BlockOptions) -> list[Block]:
-    return [DenseBlock(sites)]
+    return [PackedBlock(sites) if is_packed(sum(site.size for site in sites)) else DenseBlock(sites)]
 
 
 def _diagonal(sites: Sequence[Site], options: BlockOptions) -> list[Block]:

@@ -18,7 +18,9 @@ from lapis.curvature.blocks.dense import DenseBlock, stacked_rows
 from lapis.curvature.blocks.diagonal import DiagonalBlock
 from lapis.curvature.blocks.eigenbasis import EigenbasisGaussian, OwnBiasGaussian, rotate
 from lapis.curvature.blocks.lowrank import LowRankBlock
+from lapis.curvature.blocks.packed import PackedBlock
 from lapis.curvature.recording.sites import Site
+from lapis.errors import StructureError
 from lapis.priors import WeightPrior
 
 Sweep = Callable[[Sequence[Contribution], bool], Tensor]
@@ -67,6 +69,16 @@ def _dense(block: DenseBlock, prior: WeightPrior, scale: Tensor, factors: Tensor
     values, vectors = torch.linalg.eigh(scale * block.curvature * root * root[:, None])
     basis, variances = root[:, None] * vectors, _reciprocal(values + factors[:, None])
     return lambda contributions, diagonal: _weighted(_rows(contributions) @ basis, variances, diagonal)
+
+
+@sweep.register
+def _packed(block: PackedBlock, prior: WeightPrior, scale: Tensor, factors: Tensor) -> Sweep:
+    raise StructureError(
+        "Calibrating takes eigenvectors of the curvature, and those of so many weights do not fit",
+        expected="fewer weights, or another structure",
+        got=f"a dense posterior over {block.size:,} weights",
+        do="use tune(), or choose fewer weights",
+    )
 
 
 @sweep.register

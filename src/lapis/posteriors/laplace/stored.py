@@ -14,7 +14,7 @@ from lapis.batches import Batch, Inputs, batches
 from lapis.curvature.accumulate import accumulate, accumulate_factors
 from lapis.curvature.blocks.block import BlockGaussian
 from lapis.curvature.blocks.lowrank import RANK_FRACTION, load_leading
-from lapis.curvature.blocks.partition import BUILDERS, Structure, build_blocks, grouped_spectrum
+from lapis.curvature.blocks.partition import BUILDERS, Structure, build_blocks, grouped_spectrum, is_packed
 from lapis.curvature.blocks.scaled import ScaledGaussian
 from lapis.curvature.blocks.spectrum import GroupedSpectrum
 from lapis.curvature.products.ggn import ImplicitCurvature
@@ -348,7 +348,7 @@ class LaplacePosterior(LaplaceFamily):
         tape.plan = Plan.from_config(state.entry("sites", list), state.entry("general", list[str]), network)
         tape.example_bytes = ExampleBytes(*state.entry("example_bytes", tuple[int, int, int, int]))
         structure: Structure = state.word("structure", tuple(BUILDERS))  # type: ignore[assignment]
-        if structure == "dense":  # before a matrix of this size is allocated
+        if structure == "dense" and not is_packed(network.size):  # before a matrix of this size is allocated
             state.tensor("block.0.curvature", (network.size, network.size))
         sharing, bias = word(options, "sharing", ("expand", "reduce")), word(options, "bias", ("joint", "separate"))
         blocks = build_blocks(structure, tape.plan.sites, sharing, bias, facts.memory_budget)

@@ -117,7 +117,8 @@ def are_small(network: Network, samples: int) -> bool:
 
     Not with convolutions, which are slower under vmap, nor with hooks on layers, which expect ordinary tensors.
     """
-    if samples == 1 or network.size > SMALL_NETWORK or samples * network.size * network.dtype.itemsize > SMALL_DRAWS:
+    entries = sum(p.numel() for p in network.parameters.values())  # draws of single weights fill whole parameters
+    if samples == 1 or entries > SMALL_NETWORK or samples * entries * network.dtype.itemsize > SMALL_DRAWS:
         return False
     modules = list(network.module.modules())
     return not any(isinstance(m, _ConvNd) or m._forward_hooks or m._forward_pre_hooks for m in modules)
