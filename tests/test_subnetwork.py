@@ -64,6 +64,16 @@ def test_weights_of_largest_marginal_variance_are_chosen(caplog: pytest.LogCaptu
     assert any("9 of 44 weights" in choice for choice in posterior.choices)
 
 
+def test_weights_that_the_data_do_not_reach_are_chosen_first_and_counted() -> None:
+    """An input that is always zero: its weights keep the prior's variance, which is the largest of all."""
+    model, (x, y) = regression()
+    silent = x.clone()
+    silent[:, 1] = 0
+    posterior = lapis.laplace(model, (silent, y), "regression", weights=lapis.Subnetwork(9))
+    assert set(range(1, 21, 3)) < set(chosen(posterior))
+    assert any("7 of them have the prior's variance" in choice for choice in posterior.choices)
+
+
 def test_variances_may_come_from_another_posterior_of_some_of_the_weights() -> None:
     model, data = regression()
     head = lapis.laplace(model, data, "regression", structure="kronecker", weights="2")

@@ -136,7 +136,12 @@ class Subnetwork:
             found, source_name = variances(), "a diagonal Laplace posterior fitted to the same data first"
         else:
             found, source_name = self._given(network), type(self.from_).__name__
-        return _largest(found, count), note + f"of largest marginal variance under {source_name}"
+        chosen = _largest(found, count)
+        idle = int((found[chosen] == found.max()).sum())
+        note += f"of largest marginal variance under {source_name}"
+        if idle > 1 and self.from_ is None:
+            note += f"; {idle:,} of them have the prior's variance: the data say nothing about these"
+        return chosen, note
 
     def _checked(self, scores: Tensor, network: Network) -> Tensor:
         if tuple(scores.shape) != (network.size,) or not scores.is_floating_point() or bool(scores.isnan().any()):
