@@ -153,6 +153,12 @@ def by_elbo(model: nn.Module, data: Any, likelihood: Any) -> Posterior:
         return lapis.variational(model, data, likelihood, steps=20, rank=2)
 
 
+def mixed(model: nn.Module, data: Any, likelihood: Any) -> Posterior:
+    """Laplace posteriors of three networks."""
+    posteriors = [lapis.laplace(each, data, likelihood, structure="diagonal") for each in members(model)]
+    return lapis.mixture(posteriors, weights="evidence")
+
+
 POSTERIORS: dict[str, Fit] = {
     "dense": structure("dense"),
     "diagonal": structure("diagonal"),
@@ -166,6 +172,7 @@ POSTERIORS: dict[str, Fit] = {
     "single weights": subset,
     "subnetwork": structure("auto", weights=lapis.Subnetwork(9)),
     "toy ensemble": lambda model, data, likelihood: toy_ensemble(members(model), data, likelihood),
+    "mixture": mixed,
     "ensemble": lambda model, data, likelihood: lapis.ensemble(members(model), data, likelihood),
     "swag": swag,
     "dropout": lambda model, data, likelihood: lapis.dropout(model, likelihood, data),
@@ -209,7 +216,7 @@ def test_predictions_have_the_layout_of_the_outputs(name: str, problem: str) -> 
             assert prediction.log_prob(PROBLEMS[problem].targets(5)).shape == (5,)
             assert bool(torch.isfinite(prediction.log_prob(PROBLEMS[problem].targets(5))).all())
             assert bool((prediction.f_variance >= 0).all())
-            assert prediction.method == method
+            assert prediction.method == ("mixture" if name == "mixture" else method)
     assert posterior.n_data == EXAMPLES
     assert posterior.n_outputs == (PROBLEMS[problem].shape[0])
     assert str(EXAMPLES) in repr(posterior)

@@ -47,6 +47,7 @@ from lapis.posteriors import (
 from lapis.posteriors.dropout import dropout
 from lapis.posteriors.laplace.fit import laplace
 from lapis.posteriors.laplace.subnetwork import Subnetwork
+from lapis.posteriors.mixture import mixture
 from lapis.predictions import Prediction
 from lapis.priors import Prior
 from lapis.training import Comparison, compare, ensemble, swag, train
@@ -122,6 +123,7 @@ __all__ = [
     "laplace",
     "load",
     "metrics",
+    "mixture",
     "normalised_groups",
     "plots",
     "register_rule",

@@ -6,6 +6,7 @@ from lapis.posteriors.factored import FactoredPosterior
 from lapis.posteriors.laplace.drawn import DrawnPosterior
 from lapis.posteriors.laplace.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
+from lapis.posteriors.mixture import MixturePosterior
 from lapis.posteriors.over_weights import GaussianPosterior, LinearisedPosterior, WeightPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, Posterior, State
 from lapis.posteriors.storage import load
@@ -24,6 +25,7 @@ __all__ = [
     "LaplacePosterior",
     "LatentKind",
     "LinearisedPosterior",
+    "MixturePosterior",
     "Posterior",
     "SWAGPosterior",
     "State",

@@ -24,6 +24,7 @@ from lapis.options import check_choice, check_count, check_generator
 from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.diagnose import diagnose
 from lapis.posteriors.diagnosis.report import Diagnosis, Notes
+from lapis.posteriors.evidences import Evidence
 from lapis.posteriors.predicting.parts import latent_of_parts
 from lapis.predictions import Latent, Prediction
 from lapis.predictions import predict as predict_outputs
@@ -260,13 +261,14 @@ class Posterior(ABC):
             latent = latent_of_parts(self, x, kind, samples if kind == "sampled" else None, generator, progress)
         if self._sharpness() != 1:
             latent = latent.scaled(self._sharpness())
-        return predict_outputs(
-            self.likelihood,
-            latent,
-            link=link,
-            samples=None if kind == "sampled" else samples,
-            generator=None if kind == "sampled" else generator,
-        )
+        drawn = kind == "sampled"
+        return self._predicted(latent, link, None if drawn else samples, None if drawn else generator)
+
+    def _predicted(
+        self, latent: Latent, link: str | None, samples: int | None, generator: torch.Generator | None
+    ) -> Prediction:
+        """p(y | x) from the distribution of the outputs."""
+        return predict_outputs(self.likelihood, latent, link=link, samples=samples, generator=generator)
 
     def diagnose(self, data: Any = None, *, batch_size: int | None = None, progress: bool | None = None) -> Diagnosis:
         """What a careful statistician would check, in plain words and numbers, each with what to do about it.
@@ -291,6 +293,10 @@ class Posterior(ABC):
     def _fitted_to(self, digest: int) -> bool:
         """Whether data with this fingerprint are those of the fit; False if not known."""
         return False
+
+    def _evidence_of_data(self) -> Evidence | None:
+        """log p(D) and what it is about; None for methods that have none."""
+        return None
 
     def _examine(self, notes: Notes, seen: Seen | None, progress: bool | None) -> None:  # noqa: B027  (need not add)
         """Add what the class knows about itself to a diagnosis; `seen` are sums over the data, if there are any."""

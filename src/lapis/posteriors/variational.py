@@ -12,6 +12,7 @@ from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.report import Notes
+from lapis.posteriors.evidences import Evidence
 from lapis.posteriors.factored import FactoredPosterior
 from lapis.posteriors.posterior import Facts, State
 from lapis.priors import WeightPrior
@@ -102,6 +103,9 @@ class VariationalPosterior(FactoredPosterior):
 
     def _fitted_to(self, digest: int) -> bool:
         return digest == self.inference.digest
+
+    def _evidence_of_data(self) -> Evidence:
+        return Evidence(self.elbo(), self.inference.digest, "the ELBO of variational inference")
 
     def _advice(self, less: bool) -> str:
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast, get_args
 
 import torch
@@ -43,6 +44,7 @@ def predict(
     link: str | None = None,
     samples: int | None = None,
     generator: torch.Generator | None = None,
+    likelihoods: Sequence[Likelihood] | None = None,
 ) -> Prediction:
     """p(y | x) under `likelihood` when the outputs are distributed as `latent`.
 
@@ -54,6 +56,7 @@ def predict(
         samples: draws of f where Monte Carlo is needed, 256 by default; of quasi-Monte Carlo the points, 128 by
             default up to 16 classes and 512 beyond; for a mixture, of each part.
         generator: source of the draws' seed, which is 0 without one.
+        likelihoods: for a mixture, p(y | f) of each part, where they differ (in their noise).
 
     In a mixture, `link` and `samples` apply to the Gaussian parts; parts that consist of draws need neither.
     """
@@ -61,12 +64,12 @@ def predict(
     if generator is not None:
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
     if isinstance(latent, LatentMixture):
-        return _predict_mixture(likelihood, latent, link, samples, seed)
+        return _predict_mixture(likelihoods or [likelihood] * len(latent.parts), latent, link, samples, seed)
     return _predict_one(likelihood, latent, link, samples, seed)
 
 
 def _predict_mixture(
-    likelihood: Likelihood, latent: LatentMixture, link: str | None, samples: int | None, seed: int
+    likelihoods: Sequence[Likelihood], latent: LatentMixture, link: str | None, samples: int | None, seed: int
 ) -> Prediction:
     """The mixture of the predictions of all parts with positive weight, each with its own seed."""
     held = [(k, weight) for k, weight in enumerate(latent.weights.tolist()) if weight > 0]
@@ -74,7 +77,7 @@ def _predict_mixture(
     parts = []
     for (k, _), already in zip(held, drawn, strict=True):
         options = (None, None) if already and not all(drawn) else (link, samples)
-        parts.append(_predict_one(likelihood, latent.parts[k], *options, seed + k))
+        parts.append(_predict_one(likelihoods[k], latent.parts[k], *options, seed + k))
     return mix(latent, parts, [weight for _, weight in held])
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from lapis.errors import DataError, OptionError
+from lapis.errors import OptionError
 from lapis.posteriors import LaplacePosterior
+from lapis.posteriors.evidences import log_evidences
 
 
 @dataclass(frozen=True)
@@ -71,23 +70,7 @@ def compare(posteriors: Sequence[LaplacePosterior] | Mapping[str, LaplacePosteri
     named = dict(posteriors) if isinstance(posteriors, Mapping) else {str(i): p for i, p in enumerate(posteriors)}
     if not named:
         raise OptionError("Nothing to compare", expected="at least one posterior", got="none", do="pass some")
-    first_name, first = next(iter(named.items()))
-    for name, posterior in named.items():
-        if posterior.curvature.digest != first.curvature.digest or posterior.n_data != first.n_data:
-            raise DataError(
-                "Posteriors of different data cannot be compared",
-                expected=f"{first.n_data} examples with fingerprint {first.curvature.digest:016x} ({first_name!r})",
-                got=f"{posterior.n_data} with {posterior.curvature.digest:016x} for {name!r}",
-                do="fit all models to the same inputs and targets",
-            )
-        if posterior.temperature != first.temperature or (posterior.mode is None) != (first.mode is None):
-            raise OptionError(
-                "These evidences are of different kinds",
-                expected="one temperature, and all at t or all at theta* (at_tangent_mode)",
-                got=f"{_kind(first)} for {first_name!r}, {_kind(posterior)} for {name!r}",
-                do="make them alike",
-            )
-    evidence = torch.stack([posterior.log_evidence().detach().cpu() for posterior in named.values()])
+    evidence = log_evidences(named)
     return Comparison(
         tuple(named),
         tuple(evidence.tolist()),
@@ -96,9 +79,5 @@ def compare(posteriors: Sequence[LaplacePosterior] | Mapping[str, LaplacePosteri
         tuple(float(posterior.effective_parameters()) for posterior in named.values()),
         tuple(posterior.n_weights for posterior in named.values()),
         tuple("t" if posterior.mode is None else "theta*" for posterior in named.values()),
-        first.n_data,
+        next(iter(named.values())).n_data,
     )
-
-
-def _kind(posterior: LaplacePosterior) -> str:
-    return f"temperature {posterior.temperature:g} at {'t' if posterior.mode is None else 'theta*'}"

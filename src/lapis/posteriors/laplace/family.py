@@ -18,6 +18,7 @@ from lapis.network import Network, differentiating
 from lapis.options import check_count, check_positive
 from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.report import Notes
+from lapis.posteriors.evidences import Evidence
 from lapis.posteriors.laplace.arguments import TOLERATED_LOSS, TuneOptions, check_temperature
 from lapis.posteriors.laplace.calibration import Calibration, calibrate
 from lapis.posteriors.laplace.checks import examine
@@ -297,6 +298,10 @@ class LaplaceFamily(Refinable):
 
     def _fitted_to(self, digest: int) -> bool:
         return bool(digest == self.curvature.digest)
+
+    def _evidence_of_data(self) -> Evidence:
+        kind = f"temperature {self.temperature:g} at {'t' if self.mode is None else 'theta*'}"
+        return Evidence(self.log_evidence(), self.curvature.digest, kind)
 
     def _examine(self, notes: Notes, seen: Seen | None, progress: bool | None) -> None:
         examine(self, notes, seen, progress)

@@ -20,14 +20,19 @@ TOGETHER = "members of an ensemble that run together"
 """Name in `Network.proofs`."""
 
 
-def are_alike(members: Sequence[Network]) -> bool:
+def are_of_one_architecture(networks: Sequence[Network]) -> bool:
     """Whether all are built of the same layers, with tensors of the same names, shapes and dtypes."""
 
-    def form(member: Network) -> list[object]:
-        tensors = [(name, tensor.shape, tensor.dtype) for name, tensor in member.tensors().items()]
-        return [member.names, tensors, *(type(module) for module in member.module.modules())]
+    def form(network: Network) -> list[object]:
+        tensors = [(name, tensor.shape, tensor.dtype) for name, tensor in network.tensors().items()]
+        return [tensors, *(type(module) for module in network.module.modules())]
 
-    return all(form(member) == form(members[0]) for member in members[1:])
+    return all(form(network) == form(networks[0]) for network in networks[1:])
+
+
+def are_alike(networks: Sequence[Network]) -> bool:
+    """The same, with the same parameters chosen."""
+    return all(network.names == networks[0].names for network in networks) and are_of_one_architecture(networks)
 
 
 def member_outputs(members: Sequence[Network], likelihood: Likelihood, width: int, inputs: Inputs) -> LatentSamples:
