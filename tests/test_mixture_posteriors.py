@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,12 @@ def test_mistakes_are_refused() -> None:
     last = lapis.mixture([lapis.laplace(net(), data(), lapis.Gaussian(0.3), weights="last_layer") for _ in range(2)])
     with pytest.raises(lapis.ModelError, match="other values in"):
         last.sample()
+
+
+def test_components_keep_their_temperature_scaling() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = nn.Linear(2, 3).double(), data()
+    posterior = lapis.laplace(model, (x, (y[:, 0] > 0).long()), "classification", structure="dense")
+    pair = [posterior, replace(posterior, sharpness=3.0)]
+    expected = torch.stack([each.predict(x).probs for each in pair]).mean(0)
+    torch.testing.assert_close(lapis.mixture(pair).predict(x).probs, expected, rtol=1e-4, atol=1e-5)
