@@ -82,7 +82,7 @@ class WeightPrior:
     precision: Tensor
     mean: Tensor
     scales: Tensor | None = None
-    _latest: list[Tensor] = field(default_factory=list, repr=False, compare=False)
+    _latest: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False, compare=False)
     """Cache of `squared_distance`: weights and result. Shared by priors that differ in precision only."""
 
     def of(self, name: str) -> Tensor:
@@ -117,8 +117,9 @@ class WeightPrior:
 
         The latest result is cached: tuning evaluates the same weights under many precisions.
         """
-        if self._latest and self._latest[0] is weights:
-            return self._latest[1]
+        for known, found in self._latest:  # one pair at most, which other threads may replace
+            if known is weights:
+                return found
         squares = (weights.double() - self.mean).square()
         if self.scales is not None:
             squares = squares * self.scales
@@ -131,7 +132,7 @@ class WeightPrior:
                     for group in range(len(self.labels))
                 ]
             )
-        self._latest[:] = [weights, squares]
+        self._latest[:] = [(weights, squares)]
         return squares
 
     def logdet(self) -> Tensor:

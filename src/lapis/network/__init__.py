@@ -1,6 +1,7 @@
 """A torch module as a function of its chosen weights: their choice and order, calls, and restoring the module after."""
 
 from lapis.network.choice import Weights
+from lapis.network.held import held
 from lapis.network.network import Network, flat_gradient, split_vector
 from lapis.network.untouched import differentiating, evaluating, full_precision, restored_modes
 
@@ -11,6 +12,7 @@ __all__ = [
     "evaluating",
     "flat_gradient",
     "full_precision",
+    "held",
     "restored_modes",
     "split_vector",
 ]

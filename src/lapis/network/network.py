@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from lapis.batches import Inputs, all_finite, describe
 from lapis.errors import DataError, ModelError, OptionError
 from lapis.hashing import hash_tensors
 from lapis.network.choice import Weights, choose
+from lapis.network.held import held
 from lapis.network.last_layer import last_layer
 from lapis.network.untouched import (
     PlainFunctions,
@@ -44,6 +45,10 @@ class Network:
                 got=type(module).__name__,
                 do="pass the module",
             )
+        with held(module):  # another thread may have changed flags
+            self._begin(module, weights, example)
+
+    def _begin(self, module: nn.Module, weights: Weights, example: Inputs | None) -> None:
         self.module = module
         self.example = example
         """A few inputs, for properties that only a forward pass reveals."""
@@ -242,20 +247,21 @@ class Network:
     @contextmanager
     def replaced(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
         """Replace parameters by other tensors in every submodule that holds them, until the context ends."""
-        new = {id(self.parameters[name]): tensor for name, tensor in parameters.items()}
-        owners: list[tuple[dict[str, Any], str, Tensor]] = [
-            (module._parameters, name, parameter)
-            for module in self.module.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None and id(parameter) in new
-        ]
-        try:
-            for registry, name, parameter in owners:
-                registry[name] = new[id(parameter)]
-            yield
-        finally:
-            for registry, name, parameter in owners:
-                registry[name] = parameter
+        with self.held():
+            new = {id(self.parameters[name]): tensor for name, tensor in parameters.items()}
+            owners: list[tuple[dict[str, Any], str, Tensor]] = [
+                (module._parameters, name, parameter)
+                for module in self.module.modules()
+                for name, parameter in module._parameters.items()
+                if parameter is not None and id(parameter) in new
+            ]
+            try:
+                for registry, name, parameter in owners:
+                    registry[name] = new[id(parameter)]
+                yield
+            finally:
+                for registry, name, parameter in owners:
+                    registry[name] = parameter
 
     @contextmanager
     def at(self, weights: Tensor) -> Iterator[None]:
@@ -263,23 +269,37 @@ class Network:
 
         Unlike under `replaced`, the parameters stay the same objects, for code that identifies them.
         """
-        before = {name: parameter.data for name, parameter in self.parameters.items()}
-        others = self.unflatten(weights.detach().to(self.dtype))
-        try:
-            for name, values in others.items():
-                self.parameters[name].data = values
-            yield
-        finally:
-            for name, values in before.items():
-                self.parameters[name].data = values
+        with self.held():
+            before = {name: parameter.data for name, parameter in self.parameters.items()}
+            others = self.unflatten(weights.detach().to(self.dtype))
+            try:
+                for name, values in others.items():
+                    self.parameters[name].data = values
+                yield
+            finally:
+                for name, values in before.items():
+                    self.parameters[name].data = values
+
+    def held(self) -> AbstractContextManager[None]:
+        """Wait until no other thread uses the module through Lapis, and keep them out until the end."""
+        return held(self.module)
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Evaluation mode, gradients for the chosen weights only, no hooks on gradients; restored at the end."""
-        if self._prepared:
-            with torch.enable_grad():
-                yield
-            return
+        """Evaluation mode, gradients for the chosen weights only, no hooks on gradients; restored at the end.
+
+        Threads take turns: see `held`.
+        """
+        with self.held():
+            if self._prepared:
+                with torch.enable_grad():
+                    yield
+            else:
+                with self._preparing():
+                    yield
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
         keep_freed_memory()
         chosen = set(self.names)
         flags = [(p, name in chosen, p.requires_grad) for name, p in self.module.named_parameters()]
@@ -325,12 +345,12 @@ class Network:
 
         Not by version counters: writes through `.data` do not change these.
         """
-        state = list(self._state())
-        now = [(name, tensor.shape, tensor.dtype) for name, tensor in state], hash_tensors([t for _, t in state])
-        known = self._known
-        if known is None or known[0] != now:
-            self._known = known = (now, self.fingerprint())
-        return known[1] == fingerprint
+        with self.held():
+            state = list(self._state())
+            now = [(name, tensor.shape, tensor.dtype) for name, tensor in state], hash_tensors([t for _, t in state])
+            if self._known is None or self._known[0] != now:
+                self._known = (now, self.fingerprint())
+            return self._known[1] == fingerprint
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer that a state dictionary holds, by name."""

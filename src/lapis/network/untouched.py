@@ -7,6 +7,7 @@ those that a forward pass registers on its own tensors.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lapis.errors import ModelError
+from lapis.network.held import held
 
 LARGEST_KEPT = 2**25 - 2**16
 """Just below the upper limit of glibc's dynamic mmap threshold (32 MiB)."""
@@ -57,19 +59,23 @@ def differentiating(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def restored_modes(module: nn.Module) -> Iterator[None]:
-    """Restore every submodule's training or evaluation mode at the end."""
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    try:
-        yield
-    finally:
-        for submodule, training in modes:
-            if submodule.training != training:
-                submodule.training = training
+    """Restore every submodule's training or evaluation mode at the end; other threads wait until then."""
+    with held(module):
+        modes = [(submodule, submodule.training) for submodule in module.modules()]
+        try:
+            yield
+        finally:
+            for submodule, training in modes:
+                if submodule.training != training:
+                    submodule.training = training
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for all submodules; restores modes, buffers, and weights that layers rewrite."""
+    """Evaluation mode for all submodules; restores modes, buffers, and weights that layers rewrite.
+
+    The module must be `held`.
+    """
     submodules = list(module.modules())
     buffers = [
         (submodule, name, buffer, buffer.detach().clone())
@@ -106,20 +112,47 @@ def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
     Hooks on autograd's own nodes (`tensor.grad_fn.register_hook`) cannot be seen, and count as part of the derivative.
     """
     parameters = [(p, p._backward_hooks) for p in module.parameters() if p._backward_hooks]
-    of_all_modules = (global_hooks._global_backward_hooks, global_hooks._global_backward_pre_hooks)
     of_each = ((each._backward_hooks, each._backward_pre_hooks) for each in module.modules())
-    modules = [(held, dict(held)) for held in chain(of_all_modules, *of_each) if held]
+    modules = [(hooks, dict(hooks)) for hooks in chain(*of_each) if hooks]
     try:
         for parameter, _ in parameters:
             parameter._backward_hooks = None
-        for held, _ in modules:
-            held.clear()
-        yield
+        for hooks, _ in modules:
+            hooks.clear()
+        with _without_hooks_of_all_modules:
+            yield
     finally:
-        for parameter, hooks in parameters:
-            parameter._backward_hooks = hooks
-        for held, saved in modules:
-            held.update(saved)
+        for parameter, own in parameters:
+            parameter._backward_hooks = own
+        for hooks, saved in modules:
+            hooks.update(saved)
+
+
+class _WithoutHooksOfAllModules:
+    """Disables the hooks that torch calls for every module, while any thread is inside."""
+
+    def __init__(self) -> None:
+        self._lock, self._threads = threading.Lock(), 0
+        self._saved: list[tuple[dict[int, Any], dict[int, Any]]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._threads == 0:
+                hooks = (global_hooks._global_backward_hooks, global_hooks._global_backward_pre_hooks)
+                self._saved = [(each, dict(each)) for each in hooks if each]
+                for each, _ in self._saved:
+                    each.clear()
+            self._threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if self._threads == 0:
+                for each, saved in self._saved:
+                    each.update(saved)
+
+
+_without_hooks_of_all_modules = _WithoutHooksOfAllModules()
 
 
 class PlainFunctions(TorchFunctionMode):

@@ -62,7 +62,7 @@ def find_normalised(network: Network, inputs: Inputs | None) -> dict[str, list[s
     for name in network.names:
         layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
     groups: dict[str, list[str]] = {}
-    with evaluating(network.module), torch.no_grad():
+    with network.held(), evaluating(network.module), torch.no_grad():
         probe = _Probe(network, inputs)
         # single parameters: a layer's bias may follow the norm (weight standardisation, weight norm's direction)
         alone = {

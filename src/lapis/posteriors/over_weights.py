@@ -145,8 +145,8 @@ class LinearisedPosterior(WeightPosterior):
         return latent.joint.reshape(*one, *one)
 
     def _linearised(self, x: Inputs, kind: LatentKind) -> LatentGaussian:
-        self.check_network()
-        with full_precision(self.network.device):
+        with self.network.held(), full_precision(self.network.device):
+            self.check_network()
             return self._outputs(check_inputs(x, self.network, self.facts.signature), kind)
 
 

@@ -256,8 +256,8 @@ class Posterior(ABC):
                 got=f"covariance={covariance!r}, joint={joint}",
                 do='use method="linearised"' if "linearised" in self.methods else "leave them out",
             )
-        self.check_network()
-        with full_precision(self.network.device):
+        with self.network.held(), full_precision(self.network.device):
+            self.check_network()
             latent = latent_of_parts(self, x, kind, samples if kind == "sampled" else None, generator, progress)
         if self._sharpness() != 1:
             latent = latent.scaled(self._sharpness())
@@ -283,8 +283,9 @@ class Posterior(ABC):
             batch_size: for data that are not batched yet.
             progress: show a bar; by default on a terminal only.
         """
-        self.check_network()
-        return diagnose(self, data, batch_size, progress)
+        with self.network.held():
+            self.check_network()
+            return diagnose(self, data, batch_size, progress)
 
     def _advice(self, less: bool) -> str:
         """What a diagnosis advises for `less` doubt about the weights, or for more."""

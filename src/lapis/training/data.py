@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,10 +31,16 @@ class Survey:
     """Standard deviation of the targets, each output about its own mean; 1 where there is none."""
 
 
+_global_generator = threading.RLock()
+
+
 @contextmanager
 def own_randomness(network: Network, seed: int) -> Iterator[None]:
-    """Random numbers that depend on the seed only; the global generators are left as they were."""
-    with torch.random.fork_rng(devices=[network.device] if network.device.type == "cuda" else []):
+    """Random numbers that depend on the seed only; the global generators are left as they were.
+
+    Threads take turns, since there is one global generator for all of them.
+    """
+    with _global_generator, torch.random.fork_rng(devices=[network.device] if network.device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 

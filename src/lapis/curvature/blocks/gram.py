@@ -14,6 +14,7 @@ by factors against a product of rows with a random vector.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,6 +45,9 @@ PROVEN_EXAMPLES = 2
 
 Span = tuple[int, int]
 """The first column, and the one after the last."""
+
+
+_forming = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -180,14 +184,16 @@ class Gram:
     @property
     def rows(self) -> Tensor | None:
         """After a flush: all rows so far, float64 (n, size), if they are few beside the weights; else None."""
-        return self._parts[0].rows[:, 0].double() if self._is_zero and self._parts else None
+        with _forming:
+            return self._parts[0].rows[:, 0].double() if self._is_zero and self._parts else None
 
     @property
     def lower(self) -> Tensor:
         """The matrix, valid in its lower triangle only."""
-        self._multiply()
-        self._is_zero = False  # the caller may write to it
-        return self._total
+        with _forming:  # on demand, perhaps by several threads at once
+            self._multiply()
+            self._is_zero = False  # the caller may write to it
+            return self._total
 
     @property
     def matrix(self) -> Tensor:

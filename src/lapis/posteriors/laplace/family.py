@@ -226,8 +226,9 @@ class LaplaceFamily(Refinable):
             batch_size: for data that are not batched yet.
             progress: show a bar; by default on a terminal only.
         """
-        self.check_network()
-        return calibrate(self, validation, temperature, link, batch_size, progress)
+        with self.network.held():
+            self.check_network()
+            return calibrate(self, validation, temperature, link, batch_size, progress)
 
     # changes ---------------------------------------------------------------------------------------
 

@@ -199,7 +199,6 @@ def laplace(
             do='convert the network: model.float(), or use structure="kronecker", "diagonal" or "dense"',
         )
     weight_prior = chosen_prior.resolve(network)
-    weights_now, fingerprint = network.flat(), network.fingerprint()
 
     def common(curvature: Curvature | ImplicitCurvature) -> dict[str, Any]:
         """The fields shared by posteriors of all structures."""
@@ -217,6 +216,7 @@ def laplace(
         }
 
     with network.prepared():
+        weights_now, fingerprint = network.flat(), network.fingerprint()
         with naming(f"batch {first.index}"):
             if chosen == "implicit":
                 tape = Tape(network, likelihood.canonical)

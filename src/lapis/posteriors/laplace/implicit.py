@@ -102,10 +102,11 @@ class ImplicitPosterior(SolvedPosterior):
 
         Memory: about 7 blocks of (K, P) in the network's dtype for SGD and 8 for CG, besides the network's own.
         """
-        self.check_network()
         chosen = drawing.options(samples, solver, objective, epochs, batch_size, learning_rate, clip)
         source = self.source(samples, generator)
-        return drawing.draw(self, chosen, source, checkpoint, progress)
+        with self.network.held():
+            self.check_network()
+            return drawing.draw(self, chosen, source, checkpoint, progress)
 
     # evidence --------------------------------------------------------------------------------------
 

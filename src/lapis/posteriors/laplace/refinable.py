@@ -89,21 +89,22 @@ class Refinable(GaussianPosterior):
             batch_size: for data that are not batched yet.
             progress: show a bar; by default on a terminal only.
         """
-        self.check_network()
         check_count("max_rounds", max_rounds)
         check_positive("tolerance", tolerance)
         if tolerated_loss is not None:
             check_positive("tolerated_loss", tolerated_loss)
-        self._check_refinable()
-        refined = refine(
-            cast("LaplaceFamily", self),
-            self._data(data, batch_size),
-            tune=tune,
-            max_rounds=max_rounds,
-            tolerance=tolerance,
-            tolerated_loss=tolerated_loss,
-            progress=progress,
-        )
+        with self.network.held():
+            self.check_network()
+            self._check_refinable()
+            refined = refine(
+                cast("LaplaceFamily", self),
+                self._data(data, batch_size),
+                tune=tune,
+                max_rounds=max_rounds,
+                tolerance=tolerance,
+                tolerated_loss=tolerated_loss,
+                progress=progress,
+            )
         return cast(Self, refined)
 
     def _check_refinable(self) -> None:

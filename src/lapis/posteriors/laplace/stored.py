@@ -60,7 +60,8 @@ class LaplacePosterior(LaplaceFamily):
     @cached_property
     def gaussians(self) -> list[BlockGaussian]:
         """The posterior of each block of weights."""
-        return [block.gaussian(self.weight_prior, self.scale) for block in self.curvature.blocks]
+        with self.network.held():  # blocks complete their sums on first use
+            return [block.gaussian(self.weight_prior, self.scale) for block in self.curvature.blocks]
 
     @cached_property
     def widened(self) -> list[BlockGaussian]:
@@ -72,7 +73,8 @@ class LaplacePosterior(LaplaceFamily):
 
     def spectrum(self) -> GroupedSpectrum | None:
         """Eigenvalues of the curvature by prior group; None where they do not determine the log-determinant."""
-        return grouped_spectrum(self.curvature.blocks, self.weight_prior)
+        with self.network.held():
+            return grouped_spectrum(self.curvature.blocks, self.weight_prior)
 
     def summary(self) -> str:
         """A few lines: size, structure, prior, evidence, and automatic choices."""
@@ -182,9 +184,10 @@ class LaplacePosterior(LaplaceFamily):
     ) -> LaplacePosterior:
         """See `LaplaceFamily.at_tangent_mode`."""
         self._refuse_if_refined("take its evidence elsewhere: that is its ELBO", "ask before refining")
-        self.check_network()
-        problem = tuning.tangent_problem(self, data, batch_size, tolerance, max_products)
-        return tuning.checked(tuning.at_mode(self, problem, problem.begin(start), anywhere=True))
+        with self.network.held():
+            self.check_network()
+            problem = tuning.tangent_problem(self, data, batch_size, tolerance, max_products)
+            return tuning.checked(tuning.at_mode(self, problem, problem.begin(start), anywhere=True))
 
     def solve(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (P,) or (k, P), float64."""
@@ -225,20 +228,21 @@ class LaplacePosterior(LaplaceFamily):
     ) -> LaplacePosterior:
         """See `LaplaceFamily.update`."""
         self._refuse_if_refined("take more data: its curvature is no longer a sum", "update first, then refine")
-        self.check_network()
         check_generator(generator)
-        sums = self.curvature.clone()
-        stream, total = batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=batch_size)
-        accumulate(
-            sums,
-            self.network,
-            self.fitted_likelihood,
-            stream,
-            total=total,
-            generator=generator or torch.Generator(self.network.device).manual_seed(self.n_data),
-            memory_budget=self.facts.memory_budget,
-            progress=progress,
-        )
+        with self.network.held():
+            self.check_network()
+            sums = self.curvature.clone()
+            stream, total = batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=batch_size)
+            accumulate(
+                sums,
+                self.network,
+                self.fitted_likelihood,
+                stream,
+                total=total,
+                generator=generator or torch.Generator(self.network.device).manual_seed(self.n_data),
+                memory_budget=self.facts.memory_budget,
+                progress=progress,
+            )
         return self._with_sums(sums)
 
     # refinement ------------------------------------------------------------------------------------
