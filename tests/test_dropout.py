@@ -176,8 +176,6 @@ def test_drawn_networks_are_networks_with_columns_of_weights_zeroed() -> None:
 def test_networks_of_sampled_weights_predict_as_masked_ones(name: str, tmp_path: Path) -> None:
     model, x = made(name)
     posterior = lapis.dropout(model, lapis.Gaussian(0.1))
-    with pytest.raises(lapis.OptionError, match="predict before you sample"):
-        posterior.sample()
     values = posterior.predict(x, samples=4).latent.values[:, :, 0]
     model.eval()
     with untouched(model):
@@ -188,6 +186,17 @@ def test_networks_of_sampled_weights_predict_as_masked_ones(name: str, tmp_path:
     seen = lapis.dropout(model, lapis.Gaussian(0.1), (x, values[0]))
     seen.save(tmp_path / "posterior.lapis")
     assert torch.equal(lapis.load(tmp_path / "posterior.lapis", model).sample(4), draws)
+
+
+def test_weights_are_found_before_any_inputs_are_seen_where_these_can_be_guessed() -> None:
+    for name in ("linear", "functional"):
+        model, x = made(name)
+        draws = lapis.dropout(model, lapis.Gaussian(0.1)).sample(4)
+        assert torch.equal(draws, lapis.dropout(model, lapis.Gaussian(0.1), (x, x[:, :2])).sample(4))
+    for name in ("channels", "LSTM"):  # images of another size, and no first layer with a rule
+        model, _ = made(name)
+        with pytest.raises(lapis.OptionError, match="predict before you sample"):
+            lapis.dropout(model, lapis.Gaussian(0.1)).sample()
 
 
 @pytest.mark.parametrize("name", ["alpha", "attention", "transformer", "LSTM", "folded", "of weights"])

@@ -19,7 +19,12 @@ from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network
 from lapis.posteriors.over_weights import WeightPosterior
 from lapis.posteriors.posterior import EXAMPLES, MEMORY_BUDGET, Facts, LatentKind, State
-from lapis.posteriors.predicting.masked_weights import MaskedWeight, draw_weights, masked_weights
+from lapis.posteriors.predicting.masked_weights import (
+    MaskedWeight,
+    draw_weights,
+    masked_weights,
+    plausible_inputs,
+)
 from lapis.posteriors.predicting.masks import MaskPlan, known_rates, masked, may_drop, no_dropout, plan_masks
 from lapis.posteriors.predicting.sampled import SMALL_RUN
 from lapis.predictions import Latent, LatentSamples
@@ -63,7 +68,11 @@ class DropoutPosterior(WeightPosterior):
         return LatentSamples(torch.cat(outputs), raw_shape=(batch_length(inputs), *raw.shape[1:]))
 
     def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
-        """Weights of networks drawn by dropout, (samples, P); ModelError where masks are not masks of weights."""
+        """Weights of networks drawn by dropout, (samples, P); ModelError where masks are not masks of weights.
+
+        Which weights the masks multiply is found by a forward pass: of the data's first inputs, of inputs that were
+        predicted, else of random ones (B, features) or (B, channels, 32, 32) as the first layer takes them.
+        """
         source = self.source(samples, generator)
         self.check_network()
         return torch.stack(list(self.draws(samples, source)))
@@ -78,6 +87,8 @@ class DropoutPosterior(WeightPosterior):
         if self.weights is not None:
             return self.weights
         example = self.network.example
+        if example is None:
+            example = plausible_inputs(self.network)
         if example is None:
             raise OptionError(
                 "Which weights the masks multiply takes a forward pass to find",

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lapis.batches import Inputs, batch_length
-from lapis.errors import ModelError
+from lapis.errors import LapisError, ModelError
 from lapis.network import Network
 from lapis.posteriors.predicting.masks import MakeMask, MaskPlan, Masks, aten, bernoulli, masked, of_one_example
 from lapis.proofs import close
@@ -23,6 +23,9 @@ from lapis.schema import wrong
 
 CHECKED = (1, 2)
 """Seeds of the draws whose outputs are compared."""
+
+EXAMPLES, SIDE = 3, 32
+"""Of plausible inputs: their number, and the length of an image's sides."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,25 @@ def _agrees(network: Network, plan: MaskPlan, inputs: Inputs, found: Sequence[Ma
     with network.prepared(), torch.no_grad():
         expected = network.call(inputs, weights)
     return close(expected, masked(network, inputs, plan, [seed]))
+
+
+def plausible_inputs(network: Network) -> Inputs | None:
+    """A few inputs of the shape that the network's first layer takes, if it is linear or a convolution; else None."""
+    first = next(layer for layer in network.module.modules() if next(layer.parameters(recurse=False), None) is not None)
+    if isinstance(first, nn.Linear):
+        shape: tuple[int, ...] = (first.in_features,)
+    elif isinstance(first, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        shape = (first.in_channels, *[SIDE] * len(first.kernel_size))
+    else:
+        return None
+    source = torch.Generator().manual_seed(0)
+    inputs = torch.randn(EXAMPLES, *shape, generator=source).to(network.device, network.dtype)
+    try:
+        with network.prepared(), torch.no_grad():
+            network.call(inputs)
+    except LapisError:
+        return None
+    return inputs
 
 
 def _no_weights(got: str) -> ModelError:
