@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import lapis
 from cases import CASES
+from lapis.curvature.backward.contributions import Lookup, Outer
+from lapis.curvature.backward.per_example import PerExample
 from untouched import untouched
 
 F64 = torch.float64
@@ -250,3 +252,36 @@ def test_columns_of_single_weights_are_those_of_the_whole_jacobian(name: str) ->
     torch.testing.assert_close(part.precision(), whole.precision()[mask][:, mask], rtol=1e-8, atol=1e-10)
     general = part.curvature.tape.plan.general & set(part.network.indices)
     assert general <= whole.curvature.tape.plan.general
+
+
+class Layers(nn.Module):
+    """An embedding, a convolution, norms and a linear layer: of each some weights are chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.convolution = nn.Embedding(11, 4), nn.Conv1d(4, 6, 3)
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.convolution(self.table(tokens).mT)).tanh().mean(2))
+
+
+def test_no_columns_but_those_chosen_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the rows of whole layers nor per-example gradients are formed, in the fit or in predictions."""
+    torch.manual_seed(0)
+    model = Layers().double()
+    tokens = torch.randint(11, (9, 8), generator=torch.Generator().manual_seed(0))
+    data = (tokens, torch.arange(9) % 3)
+    mask = torch.arange(size(model)) % 3 == 1
+    whole = lapis.laplace(model, data, "classification", structure="dense", weights="all")
+    expected = whole.precision()[mask][:, mask]
+
+    def formed(*_: Any) -> Tensor:
+        raise AssertionError("columns of other weights were computed")
+
+    for kind, name in ((Outer, "rows"), (Outer, "pieces"), (Lookup, "rows"), (PerExample, "_whole_rows")):
+        monkeypatch.setattr(kind, name, formed)
+    part = lapis.laplace(model, data, "classification", weights=lapis.Subnetwork(by=mask))
+    assert set(part.network.indices) == set(dict(model.named_parameters()))
+    torch.testing.assert_close(part.precision(), expected)
+    assert bool((part.predict(tokens).f_variance > 0).all())
