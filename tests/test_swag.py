@@ -140,10 +140,14 @@ def test_mistakes_are_named() -> None:
     collector.collect()
     with pytest.raises(lapis.ModelError, match="too few snapshots"):
         collector.posterior("regression")
+    collector.collect()
+    model.bias.requires_grad_(False)
+    with pytest.raises(lapis.ModelError, match="'bias' trainable"):
+        collector.posterior("regression")
     nn.init.constant_(model.bias, torch.nan)
     with pytest.raises(lapis.ModelError, match="not finite"):
         collector.collect()
-    assert len(collector) == 1
+    assert len(collector) == 2
 
 
 # predictions -------------------------------------------------------------------------------------------

@@ -128,6 +128,14 @@ class SWAG:
                 do="pass the training data, or some thousands of them: collector.posterior(likelihood, data)",
             )
         network = Network(self.network.module, lambda name, _: name in self.network.shapes)
+        if network.shapes != self.network.shapes:
+            frozen = next(name for name in self.network.names if name not in network.shapes)
+            raise ModelError(
+                "The network's trainable parameters are not those of the snapshots",
+                expected=f"{frozen!r} trainable, as when it was collected",
+                got="a frozen parameter",
+                do="unfreeze it (requires_grad_), then ask for the posterior",
+            )
         if data is not None:
             check_repeatable(data)
         facts = Facts.of(network, family, data, memory_budget)
