@@ -475,6 +475,7 @@ def test_bad_arguments_are_refused_before_any_work() -> None:
         ({"generator": 3}, "no source of randomness"),
         ({"prior": -1.0}, "out of range"),
         ({"weights": "nobody"}, "No weight is called"),
+        ({"rank": 1000, "memory_budget": 2**20}, "rank 1000 over 39 weights does not fit"),
     ]
     with untouched(model):
         for options, message in refused:

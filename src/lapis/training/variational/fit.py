@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lapis.batches import Batch, Inputs, batch_length, batches, describe, digest, map_tensors, take
 from lapis.checkpoint import Checkpoint
 from lapis.curvature.tape import Tape
-from lapis.errors import LapisWarning, OptionError
+from lapis.errors import LapisWarning, MemoryBudgetError, OptionError
 from lapis.files import tensors_digest
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
@@ -95,7 +95,7 @@ def variational(
         generator: source of randomness; seeded with 0 when None.
         checkpoint: a file in which the fit is kept. When it exists the fit goes on from there, and ends as it would
             have without the interruption.
-        memory_budget: bytes of working memory for predictions.
+        memory_budget: bytes, for the fit and for predictions; a `rank` that does not fit is refused at the start.
         progress: show a bar; by default on a terminal only.
 
     >>> import lapis
@@ -122,6 +122,7 @@ def variational(
         found = survey(data, probe, size)
     network = probe if isinstance(weights, str) and weights == "all" else Network(model, weights, example=found.example)
     network.example, network.signature = found.example, describe(found.example)
+    _check_memory(network, rank, memory_budget)
     weight_prior = as_prior(prior).resolve(network)
     if noise and isinstance(likelihood, str):
         family = family.with_noise(found.spread)
@@ -204,6 +205,18 @@ def variational(
             digest=held.digest,
         ),
     )
+
+
+def _check_memory(network: Network, rank: int, memory_budget: int) -> None:
+    """MemoryBudgetError if q, its gradient, Adam's two moments of that, and factors in float64 do not fit."""
+    needed = network.size * (4 * (2 + rank) * network.dtype.itemsize + 8 * (2 + rank))
+    if needed > memory_budget:
+        raise MemoryBudgetError(
+            f"A Gaussian of rank {rank} over {network.size:,} weights does not fit",
+            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            got=f"{needed:,} bytes",
+            do="use a smaller rank, fewer weights, or a larger memory_budget",
+        )
 
 
 def _first_look(network: Network, likelihood: Likelihood, example: Inputs) -> int:
