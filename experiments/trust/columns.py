@@ -58,7 +58,10 @@ class Fits:
     posteriors: dict[tuple[str | None, ...], tuple[Any, float]] = field(default_factory=dict)
 
     def posterior(self, weights: str | None, *steps: str) -> tuple[Any, float]:
-        """The README recipe on these weights, then "refined" and "calibrated" as listed; and the seconds of it all."""
+        """The README recipe on these weights, then the steps listed; and the seconds of it all.
+
+        Steps: "refined", "calibrated" (prior precisions), "sharpened" (calibrated, with temperature).
+        """
         key = (weights, *steps)
         if key not in self.posteriors:
             before, seconds = self.posterior(weights, *steps[:-1]) if steps else (None, 0.0)
@@ -68,7 +71,7 @@ class Fits:
             elif steps[-1] == "refined":
                 after = before.refine(self.loaded.train)
             else:
-                after = before.calibrate(self.loaded.validation)
+                after = before.calibrate(self.loaded.validation, temperature=steps[-1] == "sharpened")
             self.posteriors[key] = after, seconds + time.process_time() - started
         return self.posteriors[key]
 
@@ -165,7 +168,7 @@ def laplace_torch(weights: str, method: str) -> Column:
 
 
 def ours(weights: str | None, *steps: str) -> Column:
-    """The README recipe on these weights, refined and calibrated as listed."""
+    """The README recipe on these weights, with these steps."""
 
     def column(fits: Fits) -> Result:
         posterior, seconds = fits.posterior(weights, *steps)
@@ -193,6 +196,8 @@ COLUMNS: dict[str, Column] = {
     "refined": ours(None, "refined"),
     "calibrated": ours(None, "calibrated"),
     "refined, calibrated": ours(None, "refined", "calibrated"),
+    "calibrated with temperature": ours(None, "sharpened"),
+    "refined, calibrated with temperature": ours(None, "refined", "sharpened"),
     "all weights": ours("all"),
     "all weights, calibrated": ours("all", "calibrated"),
     "laplace-torch last layer, evidence": laplace_torch("last_layer", "marglik"),

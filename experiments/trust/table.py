@@ -184,7 +184,8 @@ def bars(rows: Rows) -> str:
     for column in ("README", "last layer", "all weights"):
         lines += first_bar(rows, column) if column in columns else [f"- {column}: not measured"]
     lines += ["", "2. Refined and calibrated, NLL against the network alone and temperature scaling:", ""]
-    for column in ("refined", "calibrated", "refined, calibrated", "last layer, refined", "last layer, calibrated"):
+    steps = ("refined", "calibrated", "calibrated with temperature", "refined, calibrated")
+    for column in (*steps, "refined, calibrated with temperature", "last layer, refined", "last layer, calibrated"):
         lines += second_bar(rows, column) if column in columns else [f"- {column}: not measured"]
     return "\n".join(lines)
 
