@@ -1,20 +1,38 @@
-"""ResNet-18 with 11.2 million weights: the README's recipe keeps the confidence on training images, and white noise
-loses it.
+"""ResNet-18 with 11.2 million weights: does the README's recipe keep the confidence on training images, while white
+noise loses it?
 
-The network and data are those of resnet18.py, with more images. The table has the largest probability, averaged over
-inputs, of the network alone and of the recipe; and its OOD-AUROC, by entropy, of white noise against other images.
+The network and data are those of resnet18.py, with more images. The table has the largest probability and the variance
+of a logit, averaged over inputs, of the network alone, of the recipe, of the same posterior at its full width, and
+refined; and how far the last layer can tell the inputs apart at all: the share of their features' norm that lies
+outside the span of the training images' features.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 from common import arguments, report, table
 from resnet18 import CLASSES, data, resnet, train
-from torch import nn
+from torch import Tensor, nn
 
 import lapis
+
+
+def features(model: nn.Module, images: Tensor) -> Tensor:
+    """Inputs of the last layer with a one for its bias, (N, D + 1)."""
+    seen: list[Tensor] = []
+    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+    handle = last.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+    with torch.no_grad():
+        model.eval()(images)
+    handle.remove()
+    return torch.cat([seen[0], torch.ones(len(images), 1)], 1)
+
+
+def entropy(probs: Tensor) -> Tensor:
+    return torch.special.entr(probs).sum(-1)
 
 
 def main() -> None:
@@ -30,15 +48,32 @@ def main() -> None:
     posterior = lapis.laplace(model, (x, y), "classification", progress=False).tune()
     spent = time.perf_counter() - start
     noise = torch.randn(others.shape, generator=torch.Generator().manual_seed(1))
-    rows = []
-    entropies = {}
-    for name, images in (("training images", x), ("other images", others), ("white noise", noise)):
+    inputs = {"training images": x, "other images": others, "white noise": noise}
+    candidates = {
+        "README recipe": posterior,
+        "at full width": replace(posterior, width=1.0),
+        "refined": posterior.refine((x, y), progress=False),
+    }
+    span = torch.linalg.qr(features(model, x).T).Q
+    rows, entropies = [], {}
+    for name, images in inputs.items():
         with torch.no_grad():
-            plain: torch.Tensor = nn.functional.softmax(model.eval()(images), -1)
-        probs = posterior.predict(images, progress=False).probs
-        entropies[name] = (torch.special.entr(plain).sum(-1), torch.special.entr(probs).sum(-1))
-        largest = (plain.amax(-1).mean(), probs.amax(-1).mean())
-        rows.append((name, *(f"{float(value):.2f}" for value in largest)))
+            plain: Tensor = nn.functional.softmax(model.eval()(images), -1)
+        found = {key: each.predict(images, progress=False) for key, each in candidates.items()}
+        entropies[name] = entropy(plain), entropy(found["README recipe"].probs)
+        seen = features(model, images)
+        outside = (seen - seen @ span @ span.T).norm(dim=-1) / seen.norm(dim=-1)
+        rows.append(
+            (
+                name,
+                f"{float(plain.amax(-1).mean()):.2f}",
+                *(
+                    f"{float(p.probs.amax(-1).mean()):.2f} ({float(p.latent.variance.mean()):.3g})"
+                    for p in found.values()
+                ),
+                f"{float(outside.mean()):.2f}",
+            )
+        )
     auroc = [
         float(lapis.metrics.ood_auroc(known, unknown))
         for known, unknown in zip(entropies["training images"], entropies["white noise"], strict=True)
@@ -47,7 +82,7 @@ def main() -> None:
         f"{sum(p.numel() for p in model.parameters()):,} weights, {CLASSES} outputs, trained on {few} images to a loss "
         f"of {loss:.2f}. The recipe took {spent:.1f} s: {posterior.structure} over {posterior.n_weights:,} weights, "
         f"prior precision {float(posterior.weight_prior.precision[0]):.3g}, width {posterior.width:.3g}.\n\n"
-        + table(("largest probability", "network alone", "README recipe"), rows)
+        + table(("largest probability (variance)", "network alone", *candidates, "features outside the span"), rows)
         + f"\n\nWhite noise is told from training images by entropy with AUROC {auroc[0]:.3f} (network alone) and "
         f"{auroc[1]:.3f} (recipe)."
     )
