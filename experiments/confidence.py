@@ -19,16 +19,29 @@ from torch import Tensor, nn
 
 import lapis
 
+HEAD = (
+    "largest probability (variance)", "network alone", "README recipe", "at full width", "refined",
+    "features outside the span",
+)  # fmt: skip
+
+
+def last_layer(model: nn.Module) -> nn.Linear:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+
 
 def features(model: nn.Module, images: Tensor) -> Tensor:
-    """Inputs of the last layer with a one for its bias, (N, D + 1)."""
+    """Inputs of the last layer, (N, D)."""
     seen: list[Tensor] = []
-    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
-    handle = last.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+    handle = last_layer(model).register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
     with torch.no_grad():
         model.eval()(images)
     handle.remove()
-    return torch.cat([seen[0], torch.ones(len(images), 1)], 1)
+    return seen[0]
+
+
+def with_one(inputs: Tensor) -> Tensor:
+    """With a one for the bias, (N, D + 1)."""
+    return torch.cat([inputs, torch.ones(len(inputs), 1)], 1)
 
 
 def entropy(probs: Tensor) -> Tensor:
@@ -49,31 +62,24 @@ def main() -> None:
     spent = time.perf_counter() - start
     noise = torch.randn(others.shape, generator=torch.Generator().manual_seed(1))
     inputs = {"training images": x, "other images": others, "white noise": noise}
-    candidates = {
-        "README recipe": posterior,
-        "at full width": replace(posterior, width=1.0),
-        "refined": posterior.refine((x, y), progress=False),
-    }
-    span = torch.linalg.qr(features(model, x).T).Q
+    head, seen = last_layer(model), {name: features(model, images) for name, images in inputs.items()}
+    # the same posterior, on the inputs of the last layer: refining runs that layer alone
+    of_features = lapis.laplace(head, (seen["training images"], y), "classification", structure=posterior.structure)
+    refined = of_features.tune().refine((seen["training images"], y), progress=False)
+    span = torch.linalg.qr(with_one(seen["training images"]).T).Q
     rows, entropies = [], {}
     for name, images in inputs.items():
-        with torch.no_grad():
-            plain: Tensor = nn.functional.softmax(model.eval()(images), -1)
-        found = {key: each.predict(images, progress=False) for key, each in candidates.items()}
-        entropies[name] = entropy(plain), entropy(found["README recipe"].probs)
-        seen = features(model, images)
-        outside = (seen - seen @ span @ span.T).norm(dim=-1) / seen.norm(dim=-1)
-        rows.append(
-            (
-                name,
-                f"{float(plain.amax(-1).mean()):.2f}",
-                *(
-                    f"{float(p.probs.amax(-1).mean()):.2f} ({float(p.latent.variance.mean()):.3g})"
-                    for p in found.values()
-                ),
-                f"{float(outside.mean()):.2f}",
-            )
-        )
+        plain = head(seen[name]).detach().softmax(-1)
+        found = [
+            posterior.predict(images, progress=False),
+            replace(posterior, width=1.0).predict(images, progress=False),
+            refined.predict(seen[name], progress=False),
+        ]
+        entropies[name] = entropy(plain), entropy(found[0].probs)
+        ones = with_one(seen[name])
+        outside = (ones - ones @ span @ span.T).norm(dim=-1) / ones.norm(dim=-1)
+        shown = (f"{float(p.probs.amax(-1).mean()):.2f} ({float(p.latent.variance.mean()):.3g})" for p in found)
+        rows.append((name, f"{float(plain.amax(-1).mean()):.2f}", *shown, f"{float(outside.mean()):.2f}"))
     auroc = [
         float(lapis.metrics.ood_auroc(known, unknown))
         for known, unknown in zip(entropies["training images"], entropies["white noise"], strict=True)
@@ -82,7 +88,7 @@ def main() -> None:
         f"{sum(p.numel() for p in model.parameters()):,} weights, {CLASSES} outputs, trained on {few} images to a loss "
         f"of {loss:.2f}. The recipe took {spent:.1f} s: {posterior.structure} over {posterior.n_weights:,} weights, "
         f"prior precision {float(posterior.weight_prior.precision[0]):.3g}, width {posterior.width:.3g}.\n\n"
-        + table(("largest probability (variance)", "network alone", *candidates, "features outside the span"), rows)
+        + table(HEAD, rows)
         + f"\n\nWhite noise is told from training images by entropy with AUROC {auroc[0]:.3f} (network alone) and "
         f"{auroc[1]:.3f} (recipe)."
     )
