@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import lapis
 from lapis.posteriors.predicting import members as predicting
-from lapis.posteriors.predicting import sampled
 from lapis.training import members as training
 from lapis.training.plain import fit_network
 from untouched import untouched
@@ -68,13 +67,15 @@ def test_members_run_together_give_the_outputs_of_each_alone(norm: bool, monkeyp
     """Parameters and buffers differ between members; the path is taken, and proven."""
     models, x = nets(norm=norm), inputs()
     posterior = lapis.ensemble(models, "classification")
-    found = predicting._together(posterior.members, posterior.likelihood, x)
+    assert posterior._stacked is not None
+    found = predicting._together(posterior.members, posterior._stacked, posterior.likelihood, x)
     assert found is not None
     torch.testing.assert_close(found.values[:, :, 0], outputs(models, x), rtol=1e-12, atol=1e-12)
-    stacked = sampled.run_together
-    monkeypatch.setattr(
-        predicting, "run_together", lambda *args: (lambda found: (1.01 * found[0], found[1]))(stacked(*args))
-    )
+    some = posterior.predict(x, samples=2, generator=torch.Generator().manual_seed(3)).latent.values[:, :, 0]
+    chosen = torch.randperm(4, generator=torch.Generator().manual_seed(3))[:2]
+    torch.testing.assert_close(some, outputs(models, x)[chosen])
+    vmap = torch.func.vmap
+    monkeypatch.setattr(torch.func, "vmap", lambda function: lambda part: 1.01 * vmap(function)(part))
     wrong = lapis.ensemble(models, "classification")
     torch.testing.assert_close(wrong.predict(x).latent.values[:, :, 0], outputs(models, x), rtol=1e-12, atol=1e-12)
     assert predicting.TOGETHER in wrong.network.proofs.refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.posteriors.over_weights import WeightPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, State
-from lapis.posteriors.predicting.members import are_alike, member_outputs
+from lapis.posteriors.predicting.members import are_alike, member_outputs, stack_members
 from lapis.posteriors.storage import copied_module
 from lapis.predictions import Latent
 from lapis.schema import under
@@ -61,8 +62,13 @@ class EnsemblePosterior(WeightPosterior):
         self, inputs: Inputs, kind: LatentKind, samples: int | None, generator: torch.Generator | None
     ) -> Latent:
         """Outputs of the members: of all, or of `samples` of them, chosen without replacement."""
-        chosen = range(len(self)) if samples is None else self._chosen(samples, generator)
-        return member_outputs([self.members[k] for k in chosen], self.likelihood, self.n_outputs, inputs)
+        chosen = list(range(len(self))) if samples is None else self._chosen(samples, generator)
+        stacked = self._stacked and {name: tensor[chosen] for name, tensor in self._stacked.items()}
+        return member_outputs([self.members[k] for k in chosen], stacked, self.likelihood, self.n_outputs, inputs)
+
+    @cached_property
+    def _stacked(self) -> dict[str, Tensor] | None:
+        return stack_members(self.members)
 
     def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
         """Weights (samples, P) of members, chosen without replacement.

@@ -112,7 +112,7 @@ def ensemble(
     members = [Network(module) for module in modules]
     facts = Facts.of(members[0], family, data, memory_budget)
     if members[0].example is not None:
-        member_outputs(members, family, facts.n_outputs, members[0].example)  # raises where they do not agree
+        member_outputs(members, None, family, facts.n_outputs, members[0].example)  # raises where they do not agree
     return EnsemblePosterior.of(members, family, facts)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lapis.batches import Inputs, describe, take
+from lapis.batches import Inputs, batch_length, describe, take
 from lapis.curvature.outputs import check_outputs
+from lapis.curvature.products.differentiation import DERIVATIVE_ERRORS, differentiable
 from lapis.errors import ModelError
 from lapis.likelihoods import Likelihood
-from lapis.network import Network, split_vector
-from lapis.posteriors.predicting.sampled import COMPARED_EXAMPLES, are_small, run_together
+from lapis.network import Network
+from lapis.posteriors.predicting.sampled import COMPARED_EXAMPLES, SMALL_RUN, are_small
 from lapis.predictions import LatentSamples
 from lapis.proofs import close
 
@@ -35,10 +37,25 @@ def are_alike(networks: Sequence[Network]) -> bool:
     return all(network.names == networks[0].names for network in networks) and are_of_one_architecture(networks)
 
 
-def member_outputs(members: Sequence[Network], likelihood: Likelihood, width: int, inputs: Inputs) -> LatentSamples:
-    """Outputs of all members, (K, B, T, C); ModelError if their shapes differ."""
-    if all(are_small(member, len(members)) for member in members) and are_alike(members):
-        latent = _together(members, likelihood, inputs)
+def stack_members(members: Sequence[Network]) -> dict[str, Tensor] | None:
+    """Floating parameters and buffers of all members by name, (K, ...); None unless they may run together."""
+    if not all(are_small(member, len(members)) for member in members) or not are_alike(members):
+        return None
+    held = [member.tensors() for member in members]
+    floating = [name for name, tensor in held[0].items() if tensor.is_floating_point()]
+    return {name: torch.stack([tensors[name] for tensors in held]) for name in floating}
+
+
+def member_outputs(
+    members: Sequence[Network],
+    stacked: dict[str, Tensor] | None,
+    likelihood: Likelihood,
+    width: int,
+    inputs: Inputs,
+) -> LatentSamples:
+    """Outputs of all members, (K, B, T, C); ModelError if their shapes differ. `stacked` is by `stack_members`."""
+    if stacked is not None and TOGETHER not in members[0].proofs.refused:
+        latent = _together(members, stacked, likelihood, inputs)
         if latent is not None:
             check_outputs(latent.values.flatten(0, 1), width)
             return latent
@@ -64,31 +81,27 @@ def _one_by_one(members: Sequence[Network], likelihood: Likelihood, width: int, 
     return LatentSamples(torch.stack(outputs), raw_shape=tuple(shape or ()))
 
 
-def _together(members: Sequence[Network], likelihood: Likelihood, inputs: Inputs) -> LatentSamples | None:
+def _together(
+    members: Sequence[Network], stacked: dict[str, Tensor], likelihood: Likelihood, inputs: Inputs
+) -> LatentSamples | None:
     """All members under vmap, each with its own parameters and buffers; None where that is not proven right.
 
     Integer buffers, which count batches, are those of the first member. Where the outputs depend on them, or on
     attributes of the modules that differ, the comparison with the members themselves says so.
     """
-    first = members[0]
-    if TOGETHER in first.proofs.refused:
-        return None
-    floating = {name: tensor for name, tensor in first.tensors().items() if tensor.is_floating_point()}
-    if any(tensor.dtype != first.dtype for tensor in floating.values()):
-        return None
-    shapes = {name: tuple(tensor.shape) for name, tensor in floating.items()}
-    constant = set(shapes) - set(first.names)
-    held = [member.tensors() for member in members]
-    stacked = torch.stack([torch.cat([each[name].reshape(-1) for name in shapes]) for each in held])
-
-    def split(vector: Tensor) -> dict[str, Tensor]:
-        parts = split_vector(vector, shapes).items()
-        return {name: part.detach() if name in constant else part for name, part in parts}
-
-    found = run_together(first, likelihood.canonical, stacked, split, inputs)
-    if found is None:
-        return None
-    values, shape = found
+    first, length = members[0], batch_length(inputs)
+    held = first.example_bytes.get(describe(take(inputs, 0, 1)), SMALL_RUN)
+    step = max(1, SMALL_RUN // (held * length))
+    starts = range(0, len(members), step)
+    parts = [{name: tensor[start : start + step] for name, tensor in stacked.items()} for start in starts]
+    with first.prepared(), differentiable(), torch.no_grad():
+        try:
+            raw = torch.cat([torch.func.vmap(partial(first.call, inputs))(part) for part in parts])
+        except DERIVATIVE_ERRORS:  # torch cannot vmap the network
+            first.proofs.refused.add(TOGETHER)
+            return None
+    values = likelihood.canonical(raw.flatten(0, 1))
+    values = values.reshape(len(members), length, *values.shape[1:])
 
     def agrees() -> bool:
         expected = _one_by_one(members, likelihood, 0, take(inputs, 0, COMPARED_EXAMPLES)).values
@@ -96,4 +109,4 @@ def _together(members: Sequence[Network], likelihood: Likelihood, inputs: Inputs
 
     if not first.proofs.holds(TOGETHER, describe(inputs), agrees):
         return None
-    return LatentSamples(values, raw_shape=tuple(shape))
+    return LatentSamples(values, raw_shape=tuple(raw.shape[1:]))

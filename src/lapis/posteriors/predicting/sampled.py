@@ -131,27 +131,21 @@ def together(
 
     The last network also runs alone. If its outputs differ, or torch cannot vmap the network, all run one by one.
     """
-    result = run_together(network, canonical, weights, network.unflatten, inputs)
+    result = _together(network, canonical, weights, inputs)
     if result is not None and result[0].shape[-1] == (width or result[0].shape[-1]) and all_finite(result[0]):
         return result
     return one_by_one(network, canonical, width, map(network.unflatten, weights), inputs)
 
 
-def run_together(
-    network: Network,
-    canonical: Canonical,
-    weights: Tensor,
-    split: Callable[[Tensor], Mapping[str, Tensor]],
-    inputs: Inputs,
+def _together(
+    network: Network, canonical: Canonical, weights: Tensor, inputs: Inputs
 ) -> tuple[Tensor, torch.Size] | None:
-    """Outputs under vmap of networks whose tensors `split` makes of a row of `weights`; None if torch cannot do it."""
-
     def outputs(vector: Tensor) -> Tensor:
-        return canonical(network.call(inputs, split(vector)))
+        return canonical(network.call(inputs, network.unflatten(vector)))
 
     with network.prepared(), differentiable():
         try:
-            alone, held = network.traced(inputs, split(weights[-1].clone().requires_grad_()))
+            alone, held = network.traced(inputs, network.unflatten(weights[-1].clone().requires_grad_()))
             runs = math.ceil(len(weights) * max(held, default=alone.nbytes) / SMALL_RUN)
             with torch.no_grad():
                 values = torch.cat([torch.func.vmap(outputs)(group) for group in weights.tensor_split(runs)])
