@@ -32,9 +32,10 @@ class _Placed:
     group: Tensor
     output: Tensor
     input: Tensor
-    """Their indices in the slot's (groups, outputs, inputs) array, (n,) each; only groups for arrays of one axis."""
+    """Their indices in the slot's (groups, outputs, inputs) array, (n,) each."""
     runs: tuple[tuple[int, int, Tensor, Tensor], ...]
-    """For every output with chosen entries: its group, the output, indices among the n, and their inputs."""
+    """For every output with chosen entries: its group, the output, indices among the n, and their inputs. Empty where
+    the slot is a plain list, whose columns `RowsUse` gives by `flat` alone."""
 
 
 class Entries:

@@ -37,12 +37,9 @@ class Triangle:
 
     @staticmethod
     def zeros(size: int, device: torch.device) -> Triangle:
+        """The triangle of an empty sum."""
         shapes = ((stop - start, stop) for start, stop in spans(size))
         return Triangle(size, [torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes])
-
-    @property
-    def device(self) -> torch.device:
-        return self.rows[0].device
 
     def add_products(self, rows: Tensor) -> None:
         """Add R^T R for rows R (n, size)."""
