@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from methods.rows import NotThere, OverTime
 from scipy import optimize, stats
 from torch import Tensor
 
@@ -33,18 +34,10 @@ PEER = ROOT / ".venv-bench" / "bin" / "python"
 PARTS = ("test", "shifted", "ood")
 
 
-class NotThere(Exception):
-    """A column that this setting does not have."""
-
-
 def readme_recipe(loaded: Loaded, weights: str | None = None) -> Any:
     """The lines of the README, up to `predict`; on other weights than the default where they are named."""
     named = {} if weights is None else {"weights": weights}
     return lapis.laplace(loaded.model, loaded.train, loaded.likelihood, **named).tune()
-
-
-class OverTime(Exception):
-    """A column took more seconds of the processor than it may."""
 
 
 @dataclass

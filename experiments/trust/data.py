@@ -60,15 +60,15 @@ def digits(seed: int, label_noise: float, per_class: int = 50) -> Data:
 def images(name: str, others: tuple[str, ...], seed: int, train: int) -> Data:
     """MNIST or Fashion-MNIST as (N, 1, 28, 28), standardised by the training pixels; shifted: turned by 30 degrees."""
     generator = torch.Generator().manual_seed(seed)
-    pixels, labels = _pixels(name, "train")
+    pixels, labels = pixels_of(name, "train")
     drawn = torch.randperm(len(labels), generator=generator)
     fitted, held = drawn[:train], drawn[train : train + 1000]
-    x_test, y_test = _pixels(name, "test")
+    x_test, y_test = pixels_of(name, "test")
     test = torch.randperm(len(y_test), generator=generator)[:2000]
     mean, std = pixels[fitted].mean(), pixels[fitted].std()
     ood = []
     for other in others:
-        strange, _ = _pixels(other, "test")
+        strange, _ = pixels_of(other, "test")
         ood.append(strange[torch.randperm(len(strange), generator=generator)[: 1000 // len(others)]])
     turned = test[:1000]
     return Data(
@@ -83,11 +83,11 @@ def images(name: str, others: tuple[str, ...], seed: int, train: int) -> Data:
 def cifar(seed: int, train: int) -> Data:
     """The subset of CIFAR-10, standardised by channel; shifted: noisy pixels; out of distribution: CIFAR-100."""
     generator = torch.Generator().manual_seed(seed)
-    pixels, labels = _pixels("cifar10_small", "train")
+    pixels, labels = pixels_of("cifar10_small", "train")
     drawn = torch.randperm(len(labels), generator=generator)
     fitted, held = drawn[:train], drawn[len(drawn) - 1000 :]
-    x_test, y_test = _pixels("cifar10_small", "test")
-    strange, _ = _pixels("cifar100_ood", "test")
+    x_test, y_test = pixels_of("cifar10_small", "test")
+    strange, _ = pixels_of("cifar100_ood", "test")
     strange = strange[torch.randperm(len(strange), generator=generator)[:1000]]
     noisy = x_test[:1000] + PIXEL_NOISE * torch.randn(x_test[:1000].shape, generator=generator)
     mean = pixels[fitted].mean((0, 2, 3), keepdim=True)
@@ -101,7 +101,7 @@ def cifar(seed: int, train: int) -> Data:
     )
 
 
-def _pixels(name: str, split: str) -> Labelled:
+def pixels_of(name: str, split: str) -> Labelled:
     """Images (N, channels, height, width) in 0..1, and classes."""
     with np.load(folder() / f"{name}.npz", allow_pickle=False) as file:
         x = torch.from_numpy(file[f"x_{split}"]).float() / 255
@@ -109,9 +109,9 @@ def _pixels(name: str, split: str) -> Labelled:
     return (x[:, None] if x.dim() == 3 else x.permute(0, 3, 1, 2).contiguous()), y
 
 
-def rotated(x: Tensor) -> Tensor:
-    """Images turned by `ROTATION`, bilinear, the corners filled with zeros."""
-    turn = math.radians(ROTATION)
+def rotated(x: Tensor, degrees: float = ROTATION) -> Tensor:
+    """Images turned, bilinear, the corners filled with zeros."""
+    turn = math.radians(degrees)
     matrix = torch.tensor([[math.cos(turn), -math.sin(turn), 0.0], [math.sin(turn), math.cos(turn), 0.0]])
     grid = nn.functional.affine_grid(matrix.expand(len(x), 2, 3), list(x.shape), align_corners=False)
     return nn.functional.grid_sample(x, grid, align_corners=False)

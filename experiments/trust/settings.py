@@ -8,16 +8,14 @@ posterior = lapis.laplace(loaded.model, loaded.train, loaded.likelihood)
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from methods import kept
 from torch import Tensor, nn
 
 import lapis
@@ -140,14 +138,14 @@ def load_setting(name: str, seed: int, cache: Path = CACHE) -> Loaded:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = setting.network()
-        described = _description(setting, model, parts)
+        described = kept.description(model, setting.training, setting.likelihood, parts.train)
         path = cache / f"{name}-{seed}.safetensors"
-        seconds = _restore(model, path, described)
+        seconds = kept.restore(model, path, described)
         if seconds is None:
             started = time.process_time()
             model = _trained(setting, model, parts.train, seed)
             seconds = time.process_time() - started
-            _keep(model, path, described, seconds)
+            kept.keep(model, path, described, seconds)
     return Loaded(
         name, seed, model.eval(), parts.train, parts.validation, parts.test, parts.shifted, parts.ood,
         setting.likelihood, seconds,
@@ -158,31 +156,3 @@ def _trained(setting: Setting, model: nn.Module, part: Labelled, seed: int) -> n
     if setting.training is None:
         return demo.trained(part, demo.Setting(seed=seed))
     return train(model, *part, lapis.likelihoods.resolve(setting.likelihood), setting.training, seed)
-
-
-def _description(setting: Setting, model: nn.Module, parts: Data) -> str:
-    """What decides the trained weights; the inputs enter by their sum."""
-    how = None if setting.training is None else asdict(setting.training)
-    x, y = parts.train
-    sums = [len(y), float(x.double().sum()), float(y.double().sum())]
-    likelihood = lapis.likelihoods.resolve(setting.likelihood).name
-    return json.dumps({"network": str(model), "training": how, "data": sums, "likelihood": likelihood})
-
-
-def _restore(model: nn.Module, path: Path, described: str) -> float | None:
-    """Put the kept weights into the model; seconds of their training, or None where they are missing or others."""
-    if not path.exists():
-        return None
-    with safe_open(path, "pt") as file:
-        notes = file.metadata()
-        if notes["described"] != described:
-            return None
-        model.load_state_dict({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 - not a dictionary
-    return float(notes["seconds"])
-
-
-def _keep(model: nn.Module, path: Path, described: str, seconds: float) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    save_file(dict(model.state_dict()), partial, {"described": described, "seconds": f"{seconds:.1f}"})
-    partial.replace(path)  # two runs may train the same network; readers see one of them whole

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from methods.rows import Row
+from methods.tables import cell, mean
 
 from trust.columns import COLUMNS
 from trust.scores import CLASSIFICATION, REGRESSION
 from trust.settings import Setting
 
-Row = dict[str, Any]
 NAMES = {
     "nll": "NLL", "ece": "ECE", "brier": "Brier", "accuracy": "accuracy", "ood_auroc": "OOD-AUROC",
     "shifted_nll": "NLL, shifted", "shifted_ece": "ECE, shifted", "rmse": "RMSE", "coverage": "95 % cover",
@@ -64,19 +65,6 @@ class Rows:
 
     def columns(self) -> list[str]:
         return [column for column in COLUMNS if any(c == column for _, c, _ in self.found)]
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def cell(values: Sequence[float]) -> str:
-    """Mean +- standard error over seeds."""
-    centre, digits = mean(values), 4 if abs(mean(values)) < 0.0995 else 3
-    if len(values) < 2:
-        return f"{centre:.{digits}f}"
-    error = math.sqrt(sum((value - centre) ** 2 for value in values) / (len(values) - 1) / len(values))
-    return f"{centre:.{digits}f} ± {error:.{digits}f}"
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

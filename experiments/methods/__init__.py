@@ -1,0 +1,1 @@
+"""Every method on the same networks and data: what the comparisons beside this folder share."""

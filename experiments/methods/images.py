@@ -1,0 +1,137 @@
+"""Images in 0..1, their corruptions, and the small networks that classify them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from trust.data import Labelled, pixels_of, rotated
+
+
+@dataclass(frozen=True)
+class Images:
+    """Pixels (N, channels, height, width) in 0..1 and classes of each part; inputs of no known class."""
+
+    train: Labelled
+    validation: Labelled
+    test: Labelled
+    ood: Tensor
+
+    def standard(self, x: Tensor) -> Tensor:
+        """What networks see: each channel with the training pixels' mean zero and deviation one."""
+        pixels = self.train[0]
+        return (x - pixels.mean((0, 2, 3), keepdim=True)) / pixels.std((0, 2, 3), keepdim=True)
+
+    def standardised(self, part: Labelled) -> Labelled:
+        return self.standard(part[0]), part[1]
+
+
+def stored(name: str, other: str, seed: int, train: int, test: int) -> Images:
+    """Random subsets of a data set in files; unknown inputs are of another one."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = pixels_of(name, "train")
+    drawn = torch.randperm(len(y), generator=generator)
+    fitted, held = drawn[:train], drawn[train : train + 500]
+    x_test, y_test = pixels_of(name, "test")
+    tested = torch.randperm(len(y_test), generator=generator)[:test]
+    strange, _ = pixels_of(other, "test")
+    strange = strange[torch.randperm(len(strange), generator=generator)[:test]]
+    return Images((x[fitted], y[fitted]), (x[held], y[held]), (x_test[tested], y_test[tested]), strange)
+
+
+def small_digits(seed: int, train: int = 300) -> Images:
+    """scikit-learn's digits of 8 x 8 pixels, for quick runs without files: 0 to 7 are known, 8 and 9 are not."""
+    found = load_digits()
+    x = torch.from_numpy(found.images).float()[:, None] / 16
+    y = torch.from_numpy(found.target)
+    known = (y < 8).nonzero()[:, 0]
+    known = known[torch.randperm(len(known), generator=torch.Generator().manual_seed(seed))]
+    parts = (known[:train], known[train : train + 100], known[train + 100 : train + 200])
+    fitted, held, tested = ((x[part], y[part]) for part in parts)
+    return Images(fitted, held, tested, x[y >= 8][:100])
+
+
+# -- shifts -------------------------------------------------------------------------------------------------
+
+Shift = Callable[[Tensor], Tensor]
+
+
+def noisy(x: Tensor, strength: float) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (x + strength * torch.randn(x.shape, generator=generator)).clamp(0, 1)
+
+
+def blurred(x: Tensor, deviation: float) -> Tensor:
+    """A Gaussian blur, with zeros beyond the edges."""
+    reach = round(3 * deviation)
+    taps = torch.exp(-0.5 * (torch.arange(-reach, reach + 1) / deviation).square())
+    taps = taps / taps.sum()
+    channels = x.shape[1]
+    for shape, padding in (((1, 1, -1, 1), (reach, 0)), ((1, 1, 1, -1), (0, reach))):
+        kernel = taps.reshape(shape).expand(channels, 1, *taps.reshape(shape).shape[2:])
+        x = nn.functional.conv2d(x, kernel, padding=padding, groups=channels)
+    return x
+
+
+def faded(x: Tensor, kept: float) -> Tensor:
+    """Less contrast: differences from the image's mean shrink."""
+    mean = x.mean((1, 2, 3), keepdim=True)
+    return mean + kept * (x - mean)
+
+
+def moved(x: Tensor, share: float) -> Tensor:
+    """Moved down and to the right by a share of the width, zeros coming in."""
+    by = max(1, round(share * x.shape[-1]))
+    return nn.functional.pad(x, (by, 0, by, 0))[..., : x.shape[-2], : x.shape[-1]]
+
+
+DEGREES = tuple(range(0, 181, 15))
+STRENGTHS: dict[str, tuple[Callable[[Tensor, float], Tensor], tuple[float, ...]]] = {
+    "noise": (noisy, (0.05, 0.1, 0.2, 0.3, 0.4)),
+    "blur": (blurred, (0.5, 0.75, 1.0, 1.5, 2.0)),
+    "contrast": (faded, (0.7, 0.5, 0.35, 0.2, 0.1)),
+    "shift": (moved, (0.04, 0.08, 0.12, 0.16, 0.2)),
+}
+
+
+def rotations() -> dict[str, Shift]:
+    return {f"{angle}": partial(rotated, degrees=float(angle)) for angle in DEGREES}
+
+
+def corruptions() -> dict[str, Shift]:
+    found: dict[str, Shift] = {"clean": lambda x: x}
+    for kind, (corrupt, levels) in STRENGTHS.items():
+        found |= {f"{kind} {level + 1}": partial(_at, corrupt, value) for level, value in enumerate(levels)}
+    return found
+
+
+def _at(corrupt: Callable[[Tensor, float], Tensor], strength: float, x: Tensor) -> Tensor:
+    return corrupt(x, strength)
+
+
+# -- networks -----------------------------------------------------------------------------------------------
+
+
+def _drop(rate: float) -> list[nn.Module]:
+    return [nn.Dropout(rate)] if rate else []
+
+
+def convolutional(
+    shape: tuple[int, int], widths: tuple[int, ...], hidden: int, classes: int, kernel: int, dropout: float = 0.0
+) -> nn.Sequential:
+    """Convolutions of stride 2, a hidden layer, outputs; dropout, where asked for, before every layer but the first.
+
+    Args:
+        shape: channels and width of the (square) images.
+    """
+    channels, width = shape
+    layers: list[nn.Module] = []
+    for number, outputs in enumerate(widths):
+        layers += [*(_drop(dropout) if number else []), nn.Conv2d(channels, outputs, kernel, 2, kernel // 2), nn.ReLU()]
+        channels, width = outputs, -(-width // 2)
+    layers += [nn.Flatten(), *_drop(dropout), nn.Linear(channels * width**2, hidden), nn.ReLU(), *_drop(dropout)]
+    return nn.Sequential(*layers, nn.Linear(hidden, classes))
