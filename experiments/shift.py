@@ -1,10 +1,10 @@
 """Every method under shift: turned digits, and garments with noise, blur, less contrast, and moved.
 
-The networks see upright, clean images only: 4,000 of MNIST or Fashion-MNIST. Test images are turned by 0 to 180 degrees
-(steps of 15), or corrupted at five strengths. Convolutions of stride 2 with 8 and 16 channels and 32 hidden units,
-28,874 weights. Laplace methods are tuned by the evidence on the training data, without validation data; the subnetwork
-has 1,000 weights; five members; 30 drawn networks. Rows are kept in docs/results/shift.json: a run that was killed goes
-on from there. Networks are kept in .cache/shift/.
+The networks see upright, clean images only: 4,000 of MNIST or Fashion-MNIST. Test images are turned by 0 to 180
+degrees (steps of 15), or corrupted at five strengths. Convolutions of stride 2 with 8 and 16 channels and 32 hidden
+units, 28,874 weights. Laplace methods are tuned by the evidence on the training data, without validation data; the
+subnetwork has 1,000 weights; five members; 30 drawn networks. Rows are kept in docs/results/shift.json: a run that was
+killed goes on from there. Networks are kept in .cache/shift/.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def figure(rows: list[Row], settings: dict[str, Setting]) -> plt.Figure:
     drawn, axes = plt.subplots(
         len(shown), 3, figsize=(12.5, 3.5 * len(shown)), layout="constrained", squeeze=False, sharex="row"
     )
-    colours = dict(zip(CLASSIFIERS, plt.get_cmap("tab20").colors[::2] + ((0.0, 0.0, 0.0),), strict=False))
-    colours["plain"] = (0.0, 0.0, 0.0)
+    others = [column for column in CLASSIFIERS if column != "plain"]
+    colours = {"plain": "black", **dict(zip(others, plt.get_cmap("tab10").colors, strict=True))}
     handles: dict[str, object] = {}
     for line, name in zip(axes, shown, strict=True):
         setting, groups = settings[name], list(kinds(settings[name]).values())

@@ -37,12 +37,26 @@ PUBLISHED = {
 """RMSE and log likelihood of MC dropout."""
 
 
-def split(name: str, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """Standardised training inputs and targets, test inputs, and test targets; the deviation of the targets."""
+Split = tuple[Tensor, Tensor, Tensor, Tensor, float]
+"""Standardised training inputs and targets, test inputs, and test targets; the deviation of the targets."""
+
+
+def table_of(name: str) -> dict[str, np.ndarray]:
+    """The arrays of a data set."""
     folder = Path(os.environ.get("LAPIS_DATA", ROOT.parent / "shared" / "data")) / "uci"
     with np.load(folder / f"{name}.npz", allow_pickle=False) as file:
-        x, y = file["X"], file["y"].reshape(-1, 1)
-        train, test = file[f"train_index_{number}"], file[f"test_index_{number}"]
+        return {key: file[key] for key in file.files}
+
+
+def split(name: str, number: int) -> Split:
+    """A standard split."""
+    held = table_of(name)
+    return standardised(held["X"], held["y"], held[f"train_index_{number}"], held[f"test_index_{number}"])
+
+
+def standardised(x: np.ndarray, y: np.ndarray, train: np.ndarray, test: np.ndarray) -> Split:
+    """Inputs (n, d) and targets (n,) in units of the training part's deviations."""
+    y = y.reshape(-1, 1)
     mean, deviation = x[train].mean(0), x[train].std(0)
     x = (x - mean) / np.where(deviation > 0, deviation, 1.0)
     centre, scale = y[train].mean(), y[train].std()

@@ -43,7 +43,7 @@ def arguments(
     chosen.settings = chosen.settings.split(",") if chosen.settings else list(known)
     every = list(columns[chosen.quick])
     chosen.columns = [each.strip() for each in chosen.columns.split(";")] if chosen.columns else every
-    for kind, names, allowed in (("setting", chosen.settings, known), ("column", chosen.columns, columns[0])):
+    for kind, names, allowed in (("setting", chosen.settings, known), ("column", chosen.columns, {*columns[0], *columns[1]})):
         for each in names:
             if each not in allowed:
                 parser.error(f"no {kind} {each!r}; there are: {', '.join(allowed)}")
@@ -61,6 +61,7 @@ def fill(
     load: Callable[[str, int], Loaded],
     work: Callable[[Loaded, str], Row],
     shown: Sequence[str],
+    exists: Callable[[str, int], bool] = lambda setting, seed: True,
 ) -> None:
     """Measure the cells that are missing; every seed of all settings before the next, so that a part is of use.
 
@@ -68,6 +69,7 @@ def fill(
         load: from a setting's name and a seed, what all its columns share.
         work: from that and a column's name, the scores.
         shown: scores that are printed as they come.
+        exists: whether a setting has a seed; all do by default.
     """
     for seed in range(chosen.first_seed, chosen.first_seed + chosen.seeds):
         for name in chosen.settings:
@@ -77,7 +79,7 @@ def fill(
                 for column in chosen.columns
                 if chosen.again or not settled(held.get((name, column, seed)), chosen.limit)
             ]
-            if not wanted:
+            if not wanted or not exists(name, seed):
                 continue
             loaded = load(name, seed)
             for column in wanted:

@@ -16,7 +16,7 @@ from trust.networks import Training
 import lapis
 
 
-def description(model: nn.Module, training: Training | None, likelihood: str, part: Labelled) -> str:
+def description(model: nn.Module, training: Training | None, likelihood: str | lapis.Likelihood, part: Labelled) -> str:
     """What decides the trained weights, beside the seed; the inputs enter by their sum."""
     how = None if training is None else asdict(training)
     x, y = part

@@ -28,7 +28,7 @@ class Task:
     seed: int
     train: Labelled
     validation: Labelled
-    likelihood: str
+    likelihood: str | lapis.Likelihood
     make: Callable[[float], nn.Module]
     """A new network, from a dropout probability."""
     training: Training
