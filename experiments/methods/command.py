@@ -43,7 +43,10 @@ def arguments(
     chosen.settings = chosen.settings.split(",") if chosen.settings else list(known)
     every = list(columns[chosen.quick])
     chosen.columns = [each.strip() for each in chosen.columns.split(";")] if chosen.columns else every
-    for kind, names, allowed in (("setting", chosen.settings, known), ("column", chosen.columns, {*columns[0], *columns[1]})):
+    for kind, names, allowed in (
+        ("setting", chosen.settings, known),
+        ("column", chosen.columns, {*columns[0], *columns[1]}),
+    ):
         for each in names:
             if each not in allowed:
                 parser.error(f"no {kind} {each!r}; there are: {', '.join(allowed)}")
