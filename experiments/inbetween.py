@@ -153,7 +153,7 @@ def methods(
     """How to make each posterior; all begin from the mode `model`, or train networks of their own."""
     likelihood, prior = lapis.Gaussian(NOISE), lapis.Prior(PRECISION, groups="parameter")
     generator = torch.Generator().manual_seed(seed)
-    iterations, members, steps = (100, 3, 300) if quick else (1000, 6, 5000)
+    iterations, members, steps = (100, 3, 300) if quick else (600, 5, 3000)
     decay = 1.0 / len(data[0])  # of the networks that have no prior of this form: that of the biases
 
     def laplace(structure: str, **options: object) -> Callable[[], lapis.Posterior]:
@@ -180,7 +180,7 @@ def methods(
 
     def swag() -> lapis.Posterior:
         return lapis.swag(
-            copy.deepcopy(model), data, likelihood, epochs=0, snapshots=40 if quick else 400, rank=20, batch_size=10,
+            copy.deepcopy(model), data, likelihood, epochs=0, snapshots=40 if quick else 200, rank=20, batch_size=10,
             weight_decay=decay, generator=generator,
         )  # fmt: skip
 
@@ -189,7 +189,7 @@ def methods(
 
     def dropout() -> lapis.Posterior:
         own = network(seed, dropout=0.05)
-        epochs = 200 if quick else 4000
+        epochs = 200 if quick else 2500
         fit_network(own, data, likelihood, epochs=epochs, learning_rate=3e-3, weight_decay=decay, generator=generator)
         return lapis.dropout(own.eval(), likelihood, data)
 
@@ -263,8 +263,8 @@ def main() -> None:
         "at the data": (x.abs() >= 1) & (x.abs() <= 2),
         "beyond": x.abs() > 2.2,
     }
-    model = at_mode(network(chosen.seed), data, 200 if chosen.quick else 2000)
-    exact, r_hat, acceptance = chain(model, data, grid, *((30, 2) if chosen.quick else (120, 8)), chosen.seed)
+    model = at_mode(network(chosen.seed), data, 200 if chosen.quick else 1000)
+    exact, r_hat, acceptance = chain(model, data, grid, *((30, 2) if chosen.quick else (80, 8)), chosen.seed)
     print(f"chain {exact.seconds:.1f} s", flush=True)  # noqa: T201
     found = {}
     for name, make in methods(model, data, chosen.quick, chosen.seed).items():

@@ -457,6 +457,9 @@ def test_an_interrupted_fit_goes_on_as_if_nothing_had_happened(tmp_path: Path, m
     assert resumed.inference == whole.inference
     with pytest.raises(lapis.FileError, match="belongs to another variational fit"):
         quick(model, (x, y), Gaussian(NOISE), checkpoint=path, **{**options, "rank": 3})
+    for data, likelihood in (((x, y + 1), Gaussian(NOISE)), ((x, y), Gaussian(2 * NOISE))):
+        with pytest.raises(lapis.FileError, match="belongs to another variational fit"):
+            quick(model, data, likelihood, checkpoint=path, **options)
 
 
 def test_bad_arguments_are_refused_before_any_work() -> None:

@@ -137,10 +137,19 @@ def variational(
     q = _start(network, weight_prior, mean, deviation, rank, numbered(0))
     settings = {
         "steps": steps, "draws": draws, "rank": rank, "tune": tune, "noise": noise, "batch_size": size, "seed": seed,
-        "reparameterisation": reparameterisation, "learning_rate": budget.learning_rate, "likelihood": family.name,
+        "reparameterisation": reparameterisation, "learning_rate": budget.learning_rate, "likelihood": repr(family),
         "n_data": found.n_data, "fingerprint": network.fingerprint(), "n_weights": network.size,
-        "start": tensors_digest({"mean": q.mean, "deviation": q.log_deviation, "precision": weight_prior.vector()}),
+        "start": tensors_digest({"mean": q.mean, "deviation": q.log_deviation}),
+        "prior": tensors_digest({"precision": weight_prior.vector(), "mean": weight_prior.mean}),
     }  # fmt: skip
+
+    def everything() -> _Digested:
+        """One pass over the data in their own order."""
+        return _Digested(batches(data, dtype=network.dtype, device=network.device, batch_size=size)[0])
+
+    if checkpoint is not None:
+        with own_randomness(network, seed):
+            settings["data"] = everything().exhausted()
     kept = Checkpoint(checkpoint, "variational fit", settings, network.key())
     with network.prepared(), kept.guarded():
         outputs = _first_look(network, family, found.example)
@@ -169,7 +178,7 @@ def variational(
             if checkpoint is not None:
                 kept.offer(*ascent.state())
         with own_randomness(network, seed):
-            held = _Digested(batches(data, dtype=network.dtype, device=network.device, batch_size=size)[0])
+            held = everything()
             log_likelihoods = ascent.evaluate(held, numbered(-1))
     if checkpoint is not None:
         kept.offer(*ascent.state(), now=True)
@@ -289,6 +298,12 @@ class _Digested:
         for batch in self._stream:
             self.digest = (self.digest + digest(batch.inputs, batch.targets)) % 2**64
             yield batch
+
+    def exhausted(self) -> int:
+        """The fingerprint after all remaining batches."""
+        for _ in self:
+            pass
+        return self.digest
 
 
 def _check(
