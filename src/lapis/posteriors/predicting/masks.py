@@ -44,15 +44,22 @@ Draw = Callable[[int, int, tuple[int, ...], float], Tensor]
 
 
 def bernoulli(seed: int, number: int, shape: tuple[int, ...], keep: float) -> Tensor:
-    """A mask of ones with probability `keep`, else zeros, from a counter-based generator of its own."""
-    uniform = np.random.Generator(np.random.Philox(key=(number << 64) + seed)).random(shape)
-    return torch.from_numpy((uniform < keep).astype(np.float64))
+    """A mask of ones with probability `keep`, else zeros."""
+    return (_uniform(seed, number, shape) < keep).double()
 
 
 def _perturbed(seed: int, number: int, shape: tuple[int, ...], keep: float) -> Tensor:
     """Numbers around `keep` of which no two are equal, for proofs: a mask of bits could agree by accident."""
-    uniform = np.random.Generator(np.random.Philox(key=(number << 64) + seed)).random(shape)
-    return torch.from_numpy(keep * (0.5 + uniform))
+    return keep * (0.5 + _uniform(seed, number, shape))
+
+
+def _expectation(seed: int, number: int, shape: tuple[int, ...], keep: float) -> Tensor:
+    return torch.full(shape, keep, dtype=torch.float64)
+
+
+def _uniform(seed: int, number: int, shape: tuple[int, ...]) -> Tensor:
+    """Numbers in [0, 1), from a counter-based generator of their own."""
+    return torch.from_numpy(np.random.Generator(np.random.Philox(key=(number << 64) + seed)).random(shape))
 
 
 @dataclass(frozen=True)
@@ -217,7 +224,7 @@ def plan_masks(network: Network, inputs: Inputs) -> MaskPlan:
     known = known_rates(network.module)
     layers = [layer for name, layer in network.module.named_modules() if name in known]
     active = (*layers, *_droppers(network, many))
-    large, small = Masks(_expectation), Masks(_expectation)
+    large, small = Masks(partial(_expectation, 0)), Masks(partial(_expectation, 0))
     _run(network, many, active, large)
     _run(network, few, active, small)
     _check(len(large.drawn) == len(small.drawn), "masks whose number depends on the inputs")
@@ -240,12 +247,12 @@ def plan_masks(network: Network, inputs: Inputs) -> MaskPlan:
 def _droppers(network: Network, inputs: Inputs) -> list[nn.Module]:
     """The user's modules that draw masks in training mode only."""
     own = _own_modules(network.module)
-    plain = Masks(_expectation)
+    plain = Masks(partial(_expectation, 0))
     expected = _run(network, inputs, (), plain)
 
     def effect(modules: list[nn.Module]) -> tuple[bool, int]:
         """Whether training mode leaves the outputs as they are, and how many masks it draws."""
-        masks, same = Masks(_expectation), False
+        masks, same = Masks(partial(_expectation, 0)), False
         with suppress(LapisError):  # other outputs than tensors, or random numbers that are no masks
             same = close(_run(network, inputs, modules, masks), expected)
         return same, len(masks.drawn) - len(plain.drawn)
@@ -277,17 +284,9 @@ def no_dropout(module: nn.Module) -> ModelError:
     )
 
 
-def _expectation(number: int, shape: torch.Size, keep: float) -> Tensor:
-    return torch.full(shape, keep, dtype=torch.float64)
-
-
 def _only(chosen: int, seed: int, number: int, shape: tuple[int, ...], keep: float) -> Tensor:
-    draw = _perturbed if number == chosen else _constant
+    draw = _perturbed if number == chosen else _expectation
     return draw(seed, number, shape, keep)
-
-
-def _constant(seed: int, number: int, shape: tuple[int, ...], keep: float) -> Tensor:
-    return torch.full(shape, keep, dtype=torch.float64)
 
 
 def _candidates(large: torch.Size, small: torch.Size) -> list[Layout | None]:
