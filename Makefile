@@ -6,6 +6,10 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+# Calls and seed of `make fuzz`.
+N ?= 20000
+SEED ?= 0
+SBC_ARGS ?=
 # Where to look for builds of torch besides the usual index; a CPU build that is found there is preferred.
 TORCH_INDEX ?=
 # The version that `make test-torch` runs the tests on.
@@ -33,7 +37,7 @@ export PIP_REQUIRE_VIRTUALENV := 1
 export PIP_USER := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo test-torch bench peer-test format clean
+.PHONY: help test demo test-torch bench peer-test fuzz sbc format clean
 
 help:
 	@echo "make test    set up, then lint, type check, import contracts and tests (PYTEST_ARGS=... goes to pytest)"
@@ -42,6 +46,8 @@ help:
 	@echo "make test-torch TORCH=2.6.0  run the tests on another version of torch, in a virtual environment of its own"
 	@echo "make bench   set up the peers beside Lapis in .venv-bench, then measure both (BENCH_ARGS=--help tells more)"
 	@echo "make peer-test  compare log evidences with laplace-torch, in .venv-bench"
+	@echo "make fuzz N=20000 SEED=0  random calls of the whole interface, in two processes; exit code 1 on any finding"
+	@echo "make sbc     simulation-based calibration: are posteriors right on average? (SBC_ARGS=--help tells more)"
 	@echo "make format  rewrite the code the way 'make test' wants it"
 	@echo "make clean   remove .venv and everything else that make and the tools created"
 
@@ -80,6 +86,12 @@ peer-test: $(BENCH_READY)
 
 bench: $(BENCH_READY)
 	@$(BENCH_BIN)/python -m benchmarks $(BENCH_ARGS)
+
+fuzz: $(READY)
+	@PYTHONPATH=tests $(BIN)/python -m fuzz --calls $(N) --seed $(SEED)
+
+sbc: $(READY)
+	@$(BIN)/python experiments/sbc.py $(SBC_ARGS)
 
 format: $(READY)
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .

@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 TESTS = Path(__file__).parent
 
 # Helpers are imported by the tests that use them; collecting them for doctests would import each twice.
-collect_ignore = [path.name for path in TESTS.glob("*.py") if not path.name.startswith("test_")] + ["cases"]
+collect_ignore = [path.name for path in TESTS.glob("*.py") if not path.name.startswith("test_")] + ["cases", "fuzz"]
 
 
 @pytest.fixture(autouse=True)

@@ -501,7 +501,7 @@ def test_unknown_options_are_refused() -> None:
         Gaussian(channels="middle")  # type: ignore[arg-type]
     with pytest.raises(errors.OptionError, match="ignore_index"):
         Categorical(ignore_index=1.5)  # type: ignore[arg-type]
-    with pytest.raises(errors.OptionError, match="called"):
+    with pytest.raises(errors.OptionError, match="a function"):
         Custom(3)  # type: ignore[arg-type]
     with pytest.raises(errors.LikelihoodError, match="batch dimension"):
         Gaussian().canonical(torch.tensor(1.0))

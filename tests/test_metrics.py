@@ -405,7 +405,7 @@ def test_other_bad_input_is_refused(call: Callable[[], Tensor], message: str) ->
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(OptionError, match="bins >= 1"):
+    with pytest.raises(OptionError, match="Bad bins"):
         metrics.ece(P, Y, bins=0)
-    with pytest.raises(OptionError, match=r"\(0, 1\)"):
+    with pytest.raises(OptionError, match="Bad level"):
         metrics.regression_calibration(torch.ones(1), torch.ones(1), torch.ones(1), levels=[0.95, 1.0])

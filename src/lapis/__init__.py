@@ -35,6 +35,7 @@ from lapis.likelihoods import (
 )
 from lapis.network import split_vector
 from lapis.normalised import normalised_groups
+from lapis.options import check_arguments
 from lapis.posteriors import (
     SWAG,
     DrawnPosterior,
@@ -80,6 +81,7 @@ def unflatten(vector: Tensor, like: Posterior | nn.Module) -> dict[str, Tensor] 
     `like` is a posterior (its chosen weights), or a model (its trainable ones). The dictionaries go straight into
     `torch.func.functional_call`.
     """
+    check_arguments(unflatten, locals())
     if isinstance(like, Posterior):
         split = like.network.unflatten
     else:

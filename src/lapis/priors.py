@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from lapis.batches import all_finite
-from lapis.errors import PriorError
+from lapis.errors import DataError, PriorError
 from lapis.network import Network
 from lapis.normalised import find_normalised
+from lapis.options import check_arguments, checked_tensor, shown
 from lapis.schema import entry, tensor, wrong
 
-Groups: TypeAlias = "str | Mapping[str, str | Sequence[str]] | Callable[[str], str]"
+Groups: TypeAlias = str | Mapping[str, str | Sequence[str]] | Callable[[str], str]
 """How weights share precisions: "one", "layer", "parameter", "weight"; "normalised" (each layer that a normalisation
 makes scale-free has its own, all others share one); a mapping from group names to parameter name patterns; or a
 function from a parameter's name to its group."""
@@ -52,6 +53,7 @@ class Prior:
 
     def resolve(self, network: Network) -> WeightPrior:
         """The prior of this network's chosen weights, after every check."""
+        check_arguments(Prior.resolve, locals())
         labels, group_of = _group(self.groups, network)
         count = network.size if group_of is None else len(labels)
         precision = _precisions(self.precision, labels, count)
@@ -281,12 +283,13 @@ def layer_of(name: str) -> str:
 
 def _numbers(value: Any, what: str) -> Tensor:
     try:
-        return torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
+        tensor = checked_tensor(what, torch.as_tensor(value))
+        return tensor if tensor.dtype == torch.float64 else torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError, DataError) as error:
         raise PriorError(
             f"The {what} is no number",
             expected="a number, or a tensor or list of numbers",
-            got=repr(value),
+            got=shown(value),
             do="pass numbers",
         ) from error
 

@@ -26,7 +26,6 @@ from lapis.errors import NotPositiveDefiniteError, OptionError
 from lapis.evidence.dual import DualModel
 from lapis.evidence.linear_head import LinearHead, linear_head
 from lapis.likelihoods import Likelihood
-from lapis.options import check_count, check_positive
 from lapis.priors import WeightPrior
 from lapis.solvers import CallablePreconditioner, Operator, conjugate_gradients
 
@@ -80,9 +79,6 @@ class TangentProblem:
         tolerance: float | None = None,
         max_products: int = 2000,
     ) -> None:
-        check_count("max_products", max_products)
-        if tolerance is not None:
-            check_positive("tolerance", tolerance)
         self.jacobian, self.centre, self.max_products = jacobian, centre.double(), max_products
         self._normal: Tensor | None = None
         """J^T H J (P, P) of an earlier search, where it was summed up."""

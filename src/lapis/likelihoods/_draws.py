@@ -8,10 +8,10 @@ from torch import Tensor
 
 def normal_like(f: Tensor, generator: torch.Generator | None) -> Tensor:
     """Standard normal numbers in f's shape and dtype: drawn on the generator's device, moved to f's."""
-    device = f.device if generator is None else generator.device
-    return torch.randn(f.shape, dtype=f.dtype, device=device, generator=generator).to(f.device)
+    source = seeded(generator, f.device)
+    return torch.randn(f.shape, dtype=f.dtype, device=source.device, generator=source).to(f.device)
 
 
-def on_generator(values: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Parameters of a draw, moved to the generator's device."""
-    return values if generator is None else values.to(generator.device)
+def seeded(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """The generator; without one, a new one with seed 0."""
+    return torch.Generator(device).manual_seed(0) if generator is None else generator

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lapis.errors import LikelihoodError, OptionError
+from lapis.errors import LikelihoodError
+from lapis.options import check_arguments
 
 Kind = Literal["regression", "classification", "count", "function"]
 
@@ -35,13 +36,7 @@ class Likelihood(ABC):
     channels: Literal["last", "first"]
 
     def __init__(self, *, channels: Literal["last", "first"] = "last") -> None:
-        if channels not in ("last", "first"):
-            raise OptionError(
-                "Unknown layout of the outputs",
-                expected='channels="last" for (B, ..., C) or channels="first" for (B, C, ...)',
-                got=repr(channels),
-                do="name one of the two",
-            )
+        check_arguments(Likelihood.__init__, locals())
         self.channels = channels
 
     @property

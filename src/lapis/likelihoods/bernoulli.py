@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lapis.likelihoods._draws import on_generator
+from lapis.likelihoods._draws import seeded
 from lapis.likelihoods._probabilities import fill_unit_interval, final_function
 from lapis.likelihoods._targets import per_output, raise_at
 from lapis.likelihoods.base import Kind, Separable
@@ -67,4 +67,5 @@ class Bernoulli(Separable):
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = f.detach().sigmoid()
-        return p - torch.bernoulli(on_generator(p, generator), generator=generator).to(f.device)
+        source = seeded(generator, f.device)
+        return p - torch.bernoulli(p.to(source.device), generator=source).to(f.device)

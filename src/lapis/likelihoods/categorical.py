@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lapis.errors import DataError, LikelihoodError, OptionError
-from lapis.likelihoods._draws import on_generator
+from lapis.errors import DataError, LikelihoodError
+from lapis.likelihoods._draws import seeded
 from lapis.likelihoods._probabilities import final_function, sum_to_one
 from lapis.likelihoods._targets import (
     as_tensor,
@@ -22,6 +22,7 @@ from lapis.likelihoods._targets import (
     raise_at,
 )
 from lapis.likelihoods.base import Kind, Likelihood
+from lapis.options import check_arguments
 
 SUM_TOLERANCE = 1e-4
 """Sums of soft labels may differ from one by this much (half-precision files); the labels are then normalised."""
@@ -45,14 +46,8 @@ class Categorical(Likelihood):
     kind: ClassVar[Kind] = "classification"
 
     def __init__(self, ignore_index: int | None = -100, *, channels: Literal["last", "first"] = "last") -> None:
+        check_arguments(Categorical.__init__, locals(), signed=("ignore_index",))
         super().__init__(channels=channels)
-        if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, int)):
-            raise OptionError(
-                "The ignore_index is no class index",
-                expected="an integer or None",
-                got=repr(ignore_index),
-                do="pass the class index that marks positions to ignore",
-            )
         self.ignore_index = ignore_index
 
     def check_outputs(self, f: Tensor) -> None:
@@ -213,9 +208,8 @@ class Categorical(Likelihood):
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = f.detach().softmax(-1)
-        drawn = torch.multinomial(on_generator(p.reshape(-1, f.shape[-1]), generator), 1, generator=generator).to(
-            f.device
-        )
+        source = seeded(generator, f.device)
+        drawn = torch.multinomial(p.reshape(-1, f.shape[-1]).to(source.device), 1, generator=source).to(f.device)
         gradient = p - torch.nn.functional.one_hot(drawn.reshape(f.shape[:-1]), f.shape[-1]).to(p)
         return gradient if y.is_floating_point() else self._masked(gradient, y)
 

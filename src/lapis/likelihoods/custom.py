@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lapis.errors import DataError, LikelihoodError, OptionError
+from lapis.errors import DataError, LikelihoodError
 from lapis.likelihoods._targets import as_tensor, check_finite, describe
 from lapis.likelihoods.base import Kind, Likelihood
+from lapis.options import check_arguments
 
 SHAPE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
 """Raised when a function written for one example is called with a batch, or the reverse."""
@@ -39,14 +40,8 @@ class Custom(Likelihood):
         *,
         channels: Literal["last", "first"] = "last",
     ) -> None:
+        check_arguments(Custom.__init__, locals())
         super().__init__(channels=channels)
-        if not callable(nll):
-            raise OptionError(
-                "The negative log-likelihood cannot be called",
-                expected="a function nll(f, y)",
-                got=repr(nll),
-                do="pass a function of the outputs and targets of one example",
-            )
         self.function = nll
         self.label = name
 

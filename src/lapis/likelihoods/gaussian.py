@@ -13,6 +13,7 @@ from lapis.errors import LikelihoodError, OptionError
 from lapis.likelihoods._draws import normal_like
 from lapis.likelihoods._targets import per_output
 from lapis.likelihoods.base import Kind, Likelihood, Separable
+from lapis.options import check_arguments, checked_tensor
 
 
 class Gaussian(Separable):
@@ -31,6 +32,7 @@ class Gaussian(Separable):
     is_elementwise: ClassVar[bool] = True
 
     def __init__(self, noise: float | Tensor = 1.0, *, channels: Literal["last", "first"] = "last") -> None:
+        check_arguments(Gaussian, locals())
         super().__init__(channels=channels)
         self._noise = _standard_deviation(noise)
         given = isinstance(noise, Tensor) and noise.is_floating_point()
@@ -151,17 +153,12 @@ class Gaussian(Separable):
 
 def _standard_deviation(noise: float | Tensor) -> Tensor:
     """A positive standard deviation as a float64 tensor, 0-d or 1-D, still attached to its graph."""
-    try:
-        sigma = noise.double() if isinstance(noise, Tensor) else torch.as_tensor(noise, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise OptionError(
-            "The noise is no number",
-            expected="a positive number, or a tensor (C,) of them",
-            got=repr(noise),
-            do="pass the noise's standard deviation",
-        ) from error
+    given = (
+        torch.tensor(noise, dtype=torch.float64) if isinstance(noise, (int, float)) else checked_tensor("noise", noise)
+    )
+    sigma = given.double()
     values = sigma.detach()
-    lowest, highest = (math.nan, math.nan) if sigma.numel() == 0 else map(float, torch.aminmax(values))
+    lowest, highest = map(float, torch.aminmax(values))
     if sigma.dim() > 1 or not 0 < lowest <= highest < math.inf:
         raise OptionError(
             "The noise is no standard deviation",

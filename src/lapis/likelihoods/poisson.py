@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import LikelihoodError
-from lapis.likelihoods._draws import on_generator
+from lapis.likelihoods._draws import seeded
 from lapis.likelihoods._targets import per_output, raise_at
 from lapis.likelihoods.base import Kind, Separable
 
@@ -63,4 +63,5 @@ class Poisson(Separable):
 
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         rate = f.detach().exp()
-        return rate - torch.poisson(on_generator(rate, generator), generator=generator).to(f.device)
+        source = seeded(generator, f.device)
+        return rate - torch.poisson(rate.to(source.device), generator=source).to(f.device)

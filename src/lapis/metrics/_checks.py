@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError
+from lapis.options import checked_numbers, checked_tensor
 
 
 def checked_classes(probs: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -40,27 +41,10 @@ def checked_classes(probs: Tensor, targets: Tensor, ignore_index: int) -> tuple[
     return p, index
 
 
-def checked_tensor(name: str, value: Tensor) -> Tensor:
-    """A tensor that is not empty."""
-    is_tensor, do = isinstance(value, Tensor), f"use torch.as_tensor({name})"
-    require(is_tensor, f"{name} is no tensor", "a torch.Tensor", type(value).__name__, do)
-    require(value.numel() > 0, f"{name} is empty", "at least one value", "none", "check the data")
-    return value
-
-
 def checked_scores(name: str, value: Tensor) -> Tensor:
     """Flat float64 scores; infinite ones still rank, NaN does not."""
     numbers = checked_tensor(name, value).to("cpu", torch.float64).flatten()
     require(not numbers.isnan().any(), f"{name} has NaN", "numbers", "NaN", "see where the score becomes NaN")
-    return numbers
-
-
-def checked_numbers(name: str, value: Tensor) -> Tensor:
-    """Finite numbers in float64, in their own shape."""
-    numbers = checked_tensor(name, value).to("cpu", torch.float64)
-    bad = int((~numbers.isfinite()).sum())
-    got = f"{bad} NaN or infinite of {numbers.numel()}"
-    require(not bad, f"{name} is not finite", "finite numbers", got, "check the prediction")
     return numbers
 
 

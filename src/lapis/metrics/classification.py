@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapis.errors import OptionError
 from lapis.metrics._checks import checked_classes
+from lapis.options import check_arguments
 
 
 def accuracy(probs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -21,6 +21,7 @@ def accuracy(probs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Ten
     >>> accuracy(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0])).item()
     0.5
     """
+    check_arguments(accuracy, locals(), signed=("ignore_index",))
     p, y = checked_classes(probs, targets, ignore_index)
     return (p.argmax(-1) == y).double().mean()
 
@@ -31,6 +32,7 @@ def nll(probs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
     >>> nll(torch.tensor([[0.5, 0.5]]), torch.tensor([1])).item()
     0.693...
     """
+    check_arguments(nll, locals(), signed=("ignore_index",))
     p, y = checked_classes(probs, targets, ignore_index)
     return -_at(p, y).log().mean()
 
@@ -43,6 +45,7 @@ def brier(probs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor
     >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([1])).item()
     0.5
     """
+    check_arguments(brier, locals(), signed=("ignore_index",))
     p, y = checked_classes(probs, targets, ignore_index)
     return (p.square().sum(-1) - 2 * _at(p, y) + 1).mean()
 
@@ -74,8 +77,7 @@ def reliability(
 
     Adaptive edges are order statistics, so equal confidences share a bin and the order of examples is irrelevant.
     """
-    if bins < 1:
-        raise OptionError("There must be bins", expected="bins >= 1", got=f"bins={bins}", do="use 15, say")
+    check_arguments(reliability, locals(), signed=("ignore_index",))
     p, y = checked_classes(probs, targets, ignore_index)
     top, label = p.max(-1)
     correct = (label == y).double()

@@ -10,12 +10,11 @@ from torch import Tensor
 from lapis.metrics._checks import (
     check_same_shape,
     checked_classes,
-    checked_numbers,
     checked_scores,
-    checked_tensor,
     extent,
     require,
 )
+from lapis.options import check_arguments, checked_numbers, checked_tensor
 
 
 def auroc(scores: Tensor, labels: Tensor) -> Tensor:
@@ -89,6 +88,7 @@ def misclassification_auroc(
     >>> misclassification_auroc(probs, torch.tensor([0, 1, 1])).item()
     1.0
     """
+    check_arguments(misclassification_auroc, locals(), signed=("ignore_index",))
     doubt, wrong = _doubts(probs, targets, uncertainty, ignore_index)
     return auroc(doubt, wrong)
 
@@ -136,6 +136,7 @@ def aurc(probs: Tensor, targets: Tensor, uncertainty: Tensor | None = None, *, i
     >>> aurc(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1])).item()
     0.25
     """
+    check_arguments(aurc, locals(), signed=("ignore_index",))
     doubt, wrong = _doubts(probs, targets, uncertainty, ignore_index)
     return risk_coverage(doubt, wrong.double()).area
 

@@ -12,15 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lapis.errors import OptionError
 from lapis.metrics._checks import (
     check_same_shape,
     checked_gaussian,
-    checked_numbers,
-    checked_tensor,
     checked_weights,
     require,
 )
+from lapis.options import check_arguments, check_between, check_count, checked_numbers, checked_tensor
 
 MANY_LEVELS = tuple(i / 20 for i in range(1, 20))
 
@@ -53,6 +51,7 @@ def interval_score(lower: Tensor, upper: Tensor, targets: Tensor, level: float =
     >>> interval_score(torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([1.5]), level=0.8).item()
     6.0...
     """
+    check_arguments(interval_score, locals())
     _check_levels([level])
     low, high, y = _intervals(lower, upper, targets)
     outside = (low - y).clamp_min(0) + (y - high).clamp_min(0)
@@ -75,6 +74,7 @@ def regression_calibration(
     >>> regression_calibration(torch.zeros(2), torch.ones(2), torch.tensor([0.5, 3.0]), levels=(0.9,)).tolist()
     [0.5]
     """
+    check_arguments(regression_calibration, locals())
     _check_levels(levels)
     distance = (2 * pit(mean, std, targets, weights=weights) - 1).abs().flatten()
     return (distance <= torch.tensor(list(levels), dtype=torch.float64).unsqueeze(-1)).double().mean(-1)
@@ -93,6 +93,7 @@ def regression_calibration_error(
     >>> round(regression_calibration_error(torch.zeros(1), torch.ones(1), torch.zeros(1), levels=(0.5, 0.9)).item(), 3)
     0.3
     """
+    check_arguments(regression_calibration_error, locals())
     observed = regression_calibration(mean, std, targets, levels, weights=weights)
     return (observed - torch.tensor(list(levels), dtype=torch.float64)).abs().mean()
 
@@ -105,6 +106,7 @@ def pit(mean: Tensor, std: Tensor, targets: Tensor, *, weights: Tensor | None = 
     >>> pit(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.6449])).tolist()
     [0.5, 0.95...]
     """
+    check_arguments(pit, locals())
     centre, scale, y = checked_gaussian(mean, std, targets)
     return _mixed(torch.special.ndtr((y - centre) / scale), checked_weights(weights, len(centre)))
 
@@ -129,6 +131,7 @@ def crps(mean: Tensor, std: Tensor, targets: Tensor, *, weights: Tensor | None =
     >>> crps(torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.0])).item()
     0.2336...
     """
+    check_arguments(crps, locals())
     centre, scale, y = checked_gaussian(mean, std, targets)
     w = checked_weights(weights, len(centre))
     spread = torch.zeros_like(y)
@@ -151,6 +154,7 @@ def crps_of_samples(samples: Tensor, targets: Tensor, *, fair: bool = True) -> T
     >>> crps_of_samples(torch.tensor([[0.0], [2.0]]), torch.tensor([1.0]), fair=False).item()
     0.5
     """
+    check_arguments(crps_of_samples, locals())
     x, y = _samples(samples, targets, 2 if fair else 1)
     count = len(x)
     rank = torch.arange(count, dtype=torch.float64).reshape(-1, *[1] * y.dim())
@@ -195,5 +199,6 @@ def _intervals(lower: Tensor, upper: Tensor, targets: Tensor) -> tuple[Tensor, T
 
 
 def _check_levels(levels: Sequence[float]) -> None:
-    if not levels or not all(0 < level < 1 for level in levels):
-        raise OptionError("Bad levels", expected="numbers in (0, 1)", got=f"{levels}", do="use (0.9,), say")
+    check_count("number of levels", len(levels))
+    for level in levels:
+        check_between("level", level, 0, 1)

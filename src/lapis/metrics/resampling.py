@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError, OptionError
-from lapis.metrics._checks import checked_tensor, require
-from lapis.options import check_count, check_generator
+from lapis.metrics._checks import require
+from lapis.options import check_arguments, check_between, check_count, checked_tensor
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class Bootstrap:
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Quantiles (1 - level) / 2 and (1 + level) / 2 of the resamples."""
-        if not 0 < level < 1:
-            raise OptionError("Bad level", expected="a number in (0, 1)", got=f"{level}", do="use 0.95, say")
+        check_between("level", level, 0, 1)
         low, high = (self.resamples.quantile((1 + sign * level) / 2, dim=0) for sign in (-1, 1))
         return low, high
 
@@ -66,8 +65,8 @@ def bootstrap(
     >>> found.value.item(), 0.04 < found.error.item() < 0.06
     (0.5, True)
     """
+    check_arguments(bootstrap, locals(), signed=("axis",))
     check_count("repeats", repeats, least=2)
-    check_generator(generator)
     axes = [axis] * len(arguments) if isinstance(axis, int) else list(axis)
     require(len(arguments) > 0, "Nothing to resample", "tensors after the metric", "none", "pass its arguments")
     if len(axes) != len(arguments):

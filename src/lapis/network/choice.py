@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lapis.errors import ModelError, OptionError
 
-Weights: TypeAlias = "str | Sequence[str] | Callable[[str, Tensor], bool] | Mapping[str, Tensor] | Tensor"
+Weights: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool] | Mapping[str, Tensor] | Tensor
 """The user's choice of weights: "all", "last_layer", name patterns or module names, or a function of (name, parameter).
 Single weights: a mapping from parameter names to masks (of the parameter's shape) or flat indices, or one mask or index
 tensor over the flat vector of all trainable weights.

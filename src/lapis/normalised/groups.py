@@ -19,6 +19,7 @@ from lapis.batches import Inputs, as_inputs
 from lapis.errors import LapisWarning, OptionError
 from lapis.network import Network, Weights, evaluating
 from lapis.normalised.trace import ZERO, Broken, Degree, Trace
+from lapis.options import check_arguments
 
 SCALES = (0.5, 3.0)
 """Factors by which candidate weights are rescaled."""
@@ -44,6 +45,7 @@ def normalised_groups(model: nn.Module, x: Inputs, weights: Weights = "all") -> 
     >>> normalised_groups(model, torch.randn(16, 2))
     {'0': ['0.weight', '0.bias'], 'others': ['1.weight', '1.bias', '3.weight', '3.bias']}
     """
+    check_arguments(normalised_groups, locals())
     first = next(model.parameters())
     inputs = as_inputs(x, first.dtype, first.device)
     return find_normalised(Network(model, weights, example=inputs), inputs)

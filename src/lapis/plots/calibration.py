@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from lapis.metrics import reliability
+from lapis.options import check_arguments, checked_tensor
 from lapis.plots.appearance import GREY
 
 
@@ -18,9 +19,11 @@ def reliability_diagram(axes: Axes, probs: Mapping[str, Tensor], targets: Tensor
     error sqrt(a (1 - a) / n) of the accuracy a. Points below the diagonal are overconfident. The legend gives the ECE
     over 15 bins of equal width, the default of `lapis.metrics.ece`.
     """
+    check_arguments(reliability_diagram, locals())
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     smallest = 1.0
     for order, (name, prediction) in enumerate(probs.items()):
+        checked_tensor(f"probs[{name!r}]", prediction)
         binned = reliability(prediction.detach(), targets, bins=bins, adaptive=True)
         used = binned.count > 0
         confidence, accuracy = binned.confidence[used], binned.accuracy[used]

@@ -6,6 +6,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from lapis.options import check_arguments, checked_numbers
 from lapis.plots.appearance import GREY, PURPLE
 
 
@@ -22,10 +23,13 @@ def entropy_histogram(
 
     `limit` is the largest possible entropy, log C for C classes; by default the largest in the data.
     """
-    top = limit if limit is not None else float(torch.cat([inside.flatten(), outside.flatten()]).max())
+    check_arguments(entropy_histogram, locals())
+    known, unknown = (
+        checked_numbers(*named).detach().flatten() for named in (("inside", inside), ("outside", outside))
+    )
+    top = limit if limit is not None else float(torch.cat([known, unknown]).max())
     edges = torch.linspace(0, max(top, 1e-12), bins + 1).tolist()
-    for values, colour, label in ((inside, GREY, labels[0]), (outside, PURPLE, labels[1])):
-        flat = values.detach().cpu().flatten().double()
+    for flat, colour, label in ((known, GREY, labels[0]), (unknown, PURPLE, labels[1])):
         # The share of examples per bin, not a density, can be read without knowing the bin's width.
         weights = torch.full_like(flat, 1 / len(flat)).numpy()
         clipped = flat.clamp(0, edges[-1]).numpy()

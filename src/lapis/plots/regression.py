@@ -6,7 +6,8 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from lapis.errors import DataError, OptionError
+from lapis.errors import DataError
+from lapis.options import check_arguments, check_between, checked_numbers
 from lapis.plots.appearance import BLUE, GREY, INK
 
 
@@ -29,9 +30,10 @@ def regression_band(
     >>> x = torch.linspace(-1, 1, 5)
     >>> regression_band(Figure().subplots(), x, x.sin(), 0.1 * x**2, 0.1 * x**2 + 0.01)
     """
-    if not 0 < level < 1:
-        raise OptionError("Bad level", expected="a number in (0, 1)", got=f"{level}", do="use 0.95, say")
-    columns = [_flat(value) for value in (x, mean, epistemic_variance, variance)]
+    check_arguments(regression_band, locals())
+    check_between("level", level, 0, 1)
+    named = {"x": x, "mean": mean, "epistemic_variance": epistemic_variance, "variance": variance}
+    columns = [_flat(name, value) for name, value in named.items()]
     if len({len(column) for column in columns}) != 1:
         raise DataError(
             "A band needs one input and one output",
@@ -49,12 +51,12 @@ def regression_band(
         axes.fill_between(inputs.numpy(), *band, color=colour, alpha=alpha, linewidth=0, label=name, zorder=1)
     axes.plot(inputs.numpy(), centre.numpy(), color=colour, label="mean", zorder=3)
     if data is not None:
-        observed, targets = (_flat(value).numpy() for value in data)
+        observed, targets = (_flat("data", value).numpy() for value in data)
         axes.scatter(observed, targets, s=9, color=INK, edgecolor="white", linewidth=0.4, label="data", zorder=4)
     axes.axhline(0, color=GREY, linewidth=0.4, zorder=0)
     axes.set(xlabel="x", ylabel="y", xlim=(float(inputs[0]), float(inputs[-1])))
     axes.legend(loc="best")
 
 
-def _flat(value: Tensor) -> Tensor:
-    return value.detach().cpu().double().flatten()
+def _flat(name: str, value: Tensor) -> Tensor:
+    return checked_numbers(name, value).detach().flatten()

@@ -15,7 +15,7 @@ from lapis.batches import Batch, Inputs, batch_length
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import DataError
 from lapis.network import Network, full_precision
-from lapis.options import check_count, check_generator
+from lapis.options import check_arguments
 from lapis.posteriors.posterior import LatentKind, Posterior, State
 from lapis.posteriors.predicting.parts import check_inputs
 from lapis.posteriors.predicting.sampled import drawn_outputs
@@ -46,8 +46,7 @@ class WeightPosterior(Posterior):
 
     def source(self, samples: int, generator: torch.Generator | None) -> torch.Generator:
         """The generator to draw from, seeded with 0 if None; checks that `samples` is a positive count."""
-        check_count("samples", samples)
-        check_generator(generator)
+        check_arguments(WeightPosterior.source, locals())
         return generator or torch.Generator(self.network.device).manual_seed(0)
 
     def _networks(self) -> int:
@@ -131,6 +130,7 @@ class LinearisedPosterior(WeightPosterior):
 
         Outputs with positions have one matrix per position, (B, *positions, C, C).
         """
+        check_arguments(LinearisedPosterior.functional_variance, locals())
         latent = self._linearised(x, "diagonal" if diagonal else "full")
         shape = latent.raw_shape
         if latent.covariance is not None:

@@ -20,7 +20,7 @@ from lapis.batches import Inputs, batches, describe, take
 from lapis.errors import ModelError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network, full_precision
-from lapis.options import check_choice, check_count, check_generator
+from lapis.options import check_arguments
 from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.diagnose import diagnose
 from lapis.posteriors.diagnosis.report import Diagnosis, Notes
@@ -224,8 +224,8 @@ class Posterior(ABC):
             joint: covariance between examples too; `log_prob` is then that of the whole batch.
             progress: show a bar while there are several parts; by default on a terminal only.
         """
+        check_arguments(Posterior.predict, locals())
         chosen = self.methods[0] if method is None else method
-        check_choice("method", chosen, ("linearised", "sampled"))
         if chosen not in self.methods:
             raise OptionError(
                 f"{type(self).__name__} has no {chosen} predictions",
@@ -233,11 +233,6 @@ class Posterior(ABC):
                 got=repr(method),
                 do="leave method out",
             )
-        check_generator(generator)
-        if samples is not None:
-            check_count("samples", samples)
-        if covariance is not None:
-            check_choice("covariance", covariance, ("full", "diagonal"))
         if joint and covariance == "diagonal":
             raise OptionError(
                 "A joint prediction holds all covariances",
@@ -283,6 +278,7 @@ class Posterior(ABC):
             batch_size: for data that are not batched yet.
             progress: show a bar; by default on a terminal only.
         """
+        check_arguments(Posterior.diagnose, locals())
         with self.network.held():
             self.check_network()
             return diagnose(self, data, batch_size, progress)

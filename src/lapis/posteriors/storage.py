@@ -18,6 +18,7 @@ from lapis.errors import FileError, OptionError
 from lapis.files import DTYPES, read, write
 from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network
+from lapis.options import check_arguments
 from lapis.posteriors.posterior import KINDS, Facts, Posterior, State
 from lapis.schema import count, entry, record, sound, wrong
 
@@ -27,6 +28,7 @@ CHOSEN = "network.chosen."
 
 def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     """Write a posterior of any kind to a file."""
+    check_arguments(save, locals())
     write(path, *pack(posterior), key=_key(type(posterior), posterior.network))
 
 
@@ -80,6 +82,7 @@ def load(
     copied. `likelihood` is needed only if it is a `Custom` one, whose function no file can hold; `data` only for
     implicit posteriors, which compute with them: the same examples as at the fit, in any order and batches.
     """
+    check_arguments(load, locals(), apart=("model",))
     contents = read(_path(path))
 
     def check(kind: type[Posterior], network: Network) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
-from lapis.options import check_choice, check_count
+from lapis.options import check_arguments, check_choice
 from lapis.predictions._quasi import default_points
 from lapis.predictions.base import Prediction
 from lapis.predictions.classification import ClassificationPrediction, Link
@@ -60,6 +60,7 @@ def predict(
 
     In a mixture, `link` and `samples` apply to the Gaussian parts; parts that consist of draws need neither.
     """
+    check_arguments(predict, locals())
     seed = 0
     if generator is not None:
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
@@ -118,8 +119,6 @@ def _checked_samples(
     likelihood: Likelihood, latent: LatentGaussian | LatentSamples, link: Link | None, samples: int | None
 ) -> int:
     """The number of draws; OptionError for a number that would be ignored."""
-    if samples is not None:
-        check_count("samples", samples)
     if isinstance(latent, LatentSamples):
         drawn = len(latent.values)
         if samples not in (None, drawn):

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lapis.errors import NotPositiveDefiniteError, OptionError
-from lapis.options import check_choice, check_count
+from lapis.errors import NotPositiveDefiniteError
+from lapis.options import check_arguments, check_count
 from lapis.progress import track
 from lapis.solvers.operator import Operator, checked_block, checked_tolerance, dots, norms, require
 from lapis.solvers.preconditioners import Identity, Preconditioner
@@ -96,14 +96,12 @@ def conjugate_gradients(
 
     Memory: 4 to 6 blocks of (k, P) beyond what A takes.
     """
+    check_arguments(conjugate_gradients, locals(), signed=("max_iterations",))
     require(operator, "positive_definite", "Conjugate gradients")
     check_count("max_iterations", max_iterations, least=0)
-    check_choice("on_negative_curvature", on_negative_curvature, get_args(OnNegativeCurvature))
     rhs = checked_block(operator, rhs, "The right-hand side")
     if start is not None:
         start = checked_block(operator, start, "The starting point", rows=len(rhs))
-    if energy_tolerance is not None and not energy_tolerance > 0:
-        raise OptionError("Bad energy_tolerance", expected="a number > 0", got=repr(energy_tolerance), do="try 1e-12")
     preconditioner = preconditioner or Identity()
     preconditioner.check(operator)
     relative = checked_tolerance(operator, tolerance)

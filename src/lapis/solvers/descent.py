@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lapis.errors import DataError, OptionError
-from lapis.options import check_count
+from lapis.options import check_arguments
 from lapis.progress import track
 from lapis.solvers.eigen import largest_eigenvalue
 from lapis.solvers.operator import Operator, norms
@@ -49,12 +49,9 @@ class SGDSettings:
     tail: float = 0.5
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps)
+        check_arguments(SGDSettings, vars(self), signed=("momentum",))
         ranges = {
-            "learning_rate": (0 < self.learning_rate < float("inf"), "a number > 0"),
             "momentum": (0 <= self.momentum < 1, "a number in [0, 1)"),
-            "clip": (self.clip is None or self.clip > 0, "None or a number > 0"),
-            "averaging": (self.averaging in get_args(Averaging), '"tail", "geometric" or "none"'),
             "tail": (0 < self.tail <= 1, "a number in (0, 1]"),
         }
         for name, (fits, expected) in ranges.items():
@@ -159,6 +156,7 @@ def sgd(
 
     Raises OptionError on divergence. Memory: 4 blocks of (k, P) beyond the gradient's own.
     """
+    check_arguments(sgd, locals())
     state = state.clone()
     stopped: Literal["steps", "callback"] = "steps"
     for _ in track(_descend(gradient, state), "SGD", state.settings.steps - state.step, progress):
@@ -212,6 +210,7 @@ def sgd_learning_rate(
     Beyond that rate Nesterov's recursion r^2 - (1 + m)(1 - q) r + m (1 - q), q = rate * l, has a root outside the unit
     circle. With minibatches pass the product of one, scaled like its gradient: its top eigenvalue is the larger one.
     """
+    check_arguments(sgd_learning_rate, locals(), signed=("momentum",))
     if not 0 < fraction < 1 or not 0 <= momentum < 1:
         raise OptionError(
             "No stable learning rate",

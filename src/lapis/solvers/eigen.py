@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import OptionError
-from lapis.options import check_count
+from lapis.options import check_arguments, check_count
 from lapis.progress import track
 from lapis.solvers.krylov import lanczos
 from lapis.solvers.operator import (
@@ -97,6 +97,7 @@ def lanczos_eigenpairs(
     A pair has converged when |A u - l u| <= tolerance |l_1| (sqrt(eps) when None); its value is then accurate to about
     the square of that over the gap. At most `max_steps` products (4 rank + 40 when None), memory (max_steps, P).
     """
+    check_arguments(lanczos_eigenpairs, locals())
     goal = _goal(operator, rank, threshold, tolerance)
     steps = min(operator.size, 4 * rank + 40) if max_steps is None else max_steps
     check_count("max_steps", steps, least=min(rank, operator.size), most=operator.size)
@@ -130,6 +131,7 @@ def subspace_eigenpairs(
     worth trying (the first rank + 8 are used), such as the eigenvectors of a nearby A. Convergence as in
     `lanczos_eigenpairs`. `max_iterations` counts products with the whole block; memory 4 blocks of (rank + 8, P).
     """
+    check_arguments(subspace_eigenpairs, locals())
     goal = _goal(operator, rank, threshold, tolerance)
     check_count("max_iterations", max_iterations)
     if start is not None:
@@ -202,6 +204,7 @@ def largest_eigenvalue(operator: Operator, *, steps: int = 20, generator: torch.
 
     Ritz values approach from below; adding the bound makes the estimate err upwards once the top value is resolved.
     """
+    check_arguments(largest_eigenvalue, locals())
     check_count("steps", steps)
     run = lanczos(operator, min(steps, operator.size), generator=generator)
     values, _, bounds = run.ritz()

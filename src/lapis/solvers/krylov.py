@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError
-from lapis.options import check_count
+from lapis.options import check_arguments, check_count
 from lapis.progress import track
 from lapis.solvers.operator import Operator, checked_block, dots, normal_block, norms, require
 
@@ -79,6 +79,7 @@ def lanczos(
         enough: rule(Ritz values, bounds), both by falling |value|, that ends the run; asked at growing intervals.
         progress: show a bar (None: on a terminal only).
     """
+    check_arguments(lanczos, locals())
     require(operator, "symmetric", "Lanczos")
     check_count("steps", steps, most=operator.size)
     first = normal_block(operator, 1, generator) if start is None else start.reshape(1, -1)

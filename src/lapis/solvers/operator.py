@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError, NotPositiveDefiniteError, OptionError, StructureError
-from lapis.options import check_choice, check_count
+from lapis.options import check_arguments
 
 Property = Literal["general", "symmetric", "positive_definite"]
 
@@ -39,7 +39,7 @@ class Operator:
     property: Property = "positive_definite"
 
     def __post_init__(self) -> None:
-        check_count("size", self.size)
+        check_arguments(Operator, vars(self))
         # With its index ("cuda" is "cuda:0"), as tensors say it.
         object.__setattr__(self, "device", torch.empty(0, device=self.device).device)
         if self.dtype not in (torch.float32, torch.float64):
@@ -49,11 +49,11 @@ class Operator:
                 got=str(self.dtype),
                 do="convert the matrix or its product",
             )
-        check_choice("property", self.property, get_args(Property))
 
     @staticmethod
     def from_matrix(matrix: Tensor, property: Property = "positive_definite") -> Operator:
         """The operator of a matrix (P, P) held in memory."""
+        check_arguments(Operator.from_matrix, locals())
         if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
             raise DataError(
                 "Not a square matrix",
@@ -89,6 +89,7 @@ class Operator:
         y^T A x = x^T A y. Positive definite: x^T A x > 0. A failure is certain; passing is evidence, not proof (a few
         small negative eigenvalues stay unseen).
         """
+        check_arguments(Operator.verify, locals())
         x, y = normal_block(self, 2, generator)
         image_x, image_y = self(torch.stack([x, y]))
         image_sum = self((x + 2 * y)[None])[0]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError, NotPositiveDefiniteError, OptionError
+from lapis.options import check_arguments
 from lapis.solvers.operator import Operator, describe, require
 
 Map = Callable[[Tensor], Tensor]
@@ -72,6 +73,7 @@ class Diagonal(Preconditioner):
     """M = diag(d), d (P,) positive."""
 
     def __init__(self, diagonal: Tensor) -> None:
+        check_arguments(Diagonal, locals())
         self.form = self.diagonal = _positive_vector(diagonal)
         self._root = self.diagonal.rsqrt()
 
@@ -98,6 +100,7 @@ class LowRankPlusDiagonal(Preconditioner):
     """
 
     def __init__(self, values: Tensor, vectors: Tensor, diagonal: Tensor) -> None:
+        check_arguments(LowRankPlusDiagonal, locals())
         self.form = self.diagonal = _positive_vector(diagonal)
         fits = values.dim() == 1 and vectors.shape == (len(values), len(diagonal)) and vectors.dtype == diagonal.dtype
         if not fits:
@@ -147,6 +150,9 @@ class CallablePreconditioner(Preconditioner):
     factor_transposed: Map | None = None
     log_determinant: Tensor | float | None = None
 
+    def __post_init__(self) -> None:
+        check_arguments(CallablePreconditioner, vars(self), signed=("log_determinant",))
+
     def solve(self, vectors: Tensor) -> Tensor:
         return self._applied(self.inverse, "inverse", vectors)
 
@@ -178,6 +184,7 @@ class CallablePreconditioner(Preconditioner):
 
 def preconditioned(operator: Operator, preconditioner: Preconditioner) -> Operator:
     """L^T A L, whose eigenvalues are those of M^-1 A; log |A| = log |M| + log |L^T A L|."""
+    check_arguments(preconditioned, locals())
     require(operator, "symmetric", "Preconditioning")
     preconditioner.check(operator)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import NotPositiveDefiniteError, OptionError
-from lapis.options import check_count
+from lapis.options import check_arguments, check_count
 from lapis.progress import track
 from lapis.solvers.krylov import lanczos_coefficients, tridiagonal
 from lapis.solvers.operator import Operator, dots, require
@@ -41,12 +41,14 @@ class SpectralQuadrature:
 
     def rule(self, steps: int | None = None) -> tuple[Tensor, Tensor]:
         """Nodes and weights (n, m) after `steps` Lanczos steps (all when None); each row of weights sums to |z|^2."""
+        check_arguments(SpectralQuadrature.rule, locals())
         m = self.diagonal.shape[1] if steps is None else steps
         nodes, vectors = torch.linalg.eigh(tridiagonal(self.diagonal[:, :m], self.off_diagonal[:, : m - 1]))
         return nodes, self.squared_norms[:, None] * vectors[:, 0].square()
 
     def trace(self, function: Callable[[Tensor], Tensor]) -> QuadratureEstimate:
         """tr f(A), f elementwise on float64 eigenvalues. NotPositiveDefiniteError where f is not finite."""
+        check_arguments(SpectralQuadrature.trace, locals())
         steps = self.diagonal.shape[1]
         estimate = mean_estimate(self._samples(function, steps), self.diagonal.numel())
         earlier = self._samples(function, max(1, steps // 2)).mean(0)
@@ -91,6 +93,7 @@ def spectral_quadrature(
 
     Memory (block, steps, P); without reorthogonalisation 4 blocks of (block, P), at some more steps for equal accuracy.
     """
+    check_arguments(spectral_quadrature, locals())
     require(operator, "symmetric", "Lanczos quadrature")
     check_count("steps", steps)
     steps = min(steps, operator.size)
@@ -119,6 +122,7 @@ def logdet(
     A preconditioner reduces both errors: only the part of the spectrum that M misses is sampled (variance), and it is
     narrow (fewer steps). The Gauss rule errs upwards for the logarithm: `truncation` says by about how much.
     """
+    check_arguments(logdet, locals())
     require(operator, "positive_definite", "A log-determinant")
     known = torch.zeros((), dtype=torch.float64, device=operator.device)
     if preconditioner is not None:

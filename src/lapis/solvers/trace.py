@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapis.options import check_count
+from lapis.options import check_arguments, check_count
 from lapis.solvers.operator import Operator, dots, normal_block
 from lapis.solvers.probes import Estimate, Kind, mean_estimate, probe_blocks
 
@@ -19,6 +19,7 @@ def hutchinson_trace(
     operator: Operator, *, probes: int, generator: torch.Generator, kind: Kind = "rademacher", block: int = 16
 ) -> Estimate:
     """tr A = E[z^T A z]; with Rademacher z and symmetric A each sample has variance 2 sum_(i != j) A_ij^2."""
+    check_arguments(hutchinson_trace, locals())
     samples = [dots(z, operator(z)) for z in probe_blocks(operator, probes, generator, kind, block)]
     return mean_estimate(torch.cat(samples), probes)
 
@@ -27,6 +28,7 @@ def hutchinson_diagonal(operator: Operator, *, probes: int, generator: torch.Gen
     """diag A = E[z * A z], Rademacher z, with a standard error for each entry; the error's variance is the sum of the
     squares of the row's other entries. Value and error (P,) float64; exact for a diagonal A.
     """
+    check_arguments(hutchinson_diagonal, locals())
     mean = torch.zeros(operator.size, dtype=torch.float64, device=operator.device)
     spread = torch.zeros_like(mean)
     seen = 0
@@ -47,6 +49,7 @@ def hutch_plus_plus(operator: Operator, *, products: int, generator: torch.Gener
 
     Meyer, Musco, Musco, Woodruff, "Hutch++: Optimal Stochastic Trace Estimation", 2021.
     """
+    check_arguments(hutch_plus_plus, locals())
     check_count("products", products, least=6)
     sketch = min(products // 3, operator.size)
     basis = torch.linalg.qr(_applied_in_blocks(operator, normal_block(operator, sketch, generator), block).mT).Q.mT
@@ -81,6 +84,7 @@ def xtrace(operator: Operator, *, products: int, generator: torch.Generator, blo
     error is our own: theirs treats the samples as independent, and fell short of the true error by a factor of up to
     1.7 in our tests.
     """
+    check_arguments(xtrace, locals())
     check_count("products", products, least=4, most=2 * operator.size)
     m = products // 2
     probes = normal_block(operator, m, generator)

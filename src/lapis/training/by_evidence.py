@@ -14,7 +14,7 @@ from lapis.files import tensors_digest
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, restored_modes
-from lapis.options import check_choice, check_count, check_positive
+from lapis.options import check_arguments
 from lapis.posteriors import LaplacePosterior
 from lapis.posteriors.laplace.fit import laplace
 from lapis.priors import Prior, WeightPrior, as_prior
@@ -100,8 +100,10 @@ def train(
     >>> posterior.training.evaluated, posterior.training.converged
     ((100, 200, 300), True)
     """
-    _check(epochs, burn_in, every, hyper_steps, batch_size, patience, schedule, optimiser, learning_rate)
-    family = resolve_likelihood(likelihood)
+    family, network = resolve_likelihood(likelihood), Network(model)
+    chosen = None if prior is None else as_prior(prior)
+    check_arguments(train, locals(), signed=("seed",), apart=("prior",))
+    check_optimiser(optimiser)
     if NAMES.get(structure) == "implicit":
         raise OptionError(
             "Training by the evidence needs its gradient",
@@ -109,17 +111,16 @@ def train(
             got=f"structure={structure!r}, whose evidence is an estimate",
             do='use "kronecker", "diagonal", "dense" or "lowrank"',
         )
-    network = Network(model)
     batch_size = default_batch_size(network.size) if batch_size is None else batch_size
     with own_randomness(network, _seed(seed, 0)):
         found = survey(data, network, batch_size)
     network.example = found.example
     if isinstance(likelihood, str) and noise and family.noise is not None:
         family = family.with_noise(FIRST_NOISE * found.spread)
-    if prior is None:
+    if chosen is None:
         start = Prior(1.0, groups="layer").resolve(network).typical_of(network.flat())
     else:
-        start = as_prior(prior).resolve(network)
+        start = chosen.resolve(network)
     budget = plan_budget(found.n_data, found.n_batches, network.size, epochs, burn_in, every, learning_rate)
     make = OPTIMISERS[optimiser] if isinstance(optimiser, str) else optimiser
     run = Run(
@@ -166,18 +167,3 @@ def train(
 def _seed(seed: int, epoch: int) -> int:
     """Of the random numbers of one epoch; 0 stands for what is not part of any."""
     return seed * 1_000_003 + epoch
-
-
-def _check(
-    epochs: int | None, burn_in: int | None, every: int | None, steps: int, batch_size: int | None,
-    patience: int | None, schedule: str, optimiser: Any, rate: float | None,
-) -> None:  # fmt: skip
-    check_count("hyper_steps", steps)
-    counts = {"epochs": epochs, "batch_size": batch_size, "burn_in": burn_in, "every": every, "patience": patience}
-    for name, value in counts.items():
-        if value is not None:
-            check_count(name, value)
-    check_choice("schedule", schedule, ("cosine", "constant"))
-    check_optimiser(optimiser)
-    if rate is not None:
-        check_positive("learning_rate", rate)

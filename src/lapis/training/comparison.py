@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lapis.errors import OptionError
-from lapis.posteriors import LaplacePosterior
+from lapis.options import check_arguments
 from lapis.posteriors.evidences import log_evidences
+from lapis.posteriors.laplace.family import LaplaceFamily
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Comparison:
         )
 
 
-def compare(posteriors: Sequence[LaplacePosterior] | Mapping[str, LaplacePosterior]) -> Comparison:
+def compare(posteriors: Sequence[LaplaceFamily] | Mapping[str, LaplaceFamily]) -> Comparison:
     """Compare models of the same data by their evidence; a mapping names them.
 
     Refused: posteriors of different data (their evidences say nothing about each other), of different temperatures, and
@@ -67,6 +68,7 @@ def compare(posteriors: Sequence[LaplacePosterior] | Mapping[str, LaplacePosteri
     >>> table.n_data, table.n_weights
     (20, (2, 1))
     """
+    check_arguments(compare, locals())
     named = dict(posteriors) if isinstance(posteriors, Mapping) else {str(i): p for i, p in enumerate(posteriors)}
     if not named:
         raise OptionError("Nothing to compare", expected="at least one posterior", got="none", do="pass some")

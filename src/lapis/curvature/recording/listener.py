@@ -25,6 +25,7 @@ from lapis.curvature.recording.pooling import quickly_pooled
 from lapis.curvature.recording.sites import Slot, whole
 from lapis.errors import ModelError
 from lapis.network import Network
+from lapis.options import check_arguments
 from lapis.proofs import Proofs
 
 ModuleRule = Callable[[nn.Module, tuple[Any, ...], Tensor], dict[str, Tensor]]
@@ -57,6 +58,7 @@ def register_rule(kind: type[nn.Module]) -> Callable[[ModuleRule], ModuleRule]:
     ... def scale_rule(module, inputs, gradients):
     ...     return {"log_scale": gradients * inputs[0] * module.log_scale.exp()}
     """
+    check_arguments(register_rule, locals())
 
     def register(rule: ModuleRule) -> ModuleRule:
         MODULE_RULES[kind] = rule

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from lapis.errors import OptionError
-from lapis.options import check_positive
 from lapis.priors import Groups
 
 TOLERATED_LOSS = 0.004
@@ -30,11 +29,6 @@ class TuneOptions:
     tolerated_loss: float | None
     generator: torch.Generator | None
     progress: bool | None
-
-
-def check_temperature(temperature: float) -> None:
-    """Raise OptionError unless the temperature is a positive number."""
-    check_positive("temperature", temperature)
 
 
 def refuse_options(reason: str, **options: Any) -> None:

@@ -25,7 +25,6 @@ from lapis.checkpoint import Checkpoint
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.errors import LapisWarning, OptionError
 from lapis.files import tensors_digest
-from lapis.options import check_choice, check_count
 from lapis.posteriors.laplace.drawn import Drawing, DrawnPosterior
 from lapis.solvers import CGProgress, Operator, SGDSettings, SGDState, sgd, sgd_learning_rate
 from lapis.solvers.operator import norms
@@ -67,7 +66,6 @@ def options(
     clip: float | None,
 ) -> Options:
     """Checked options; OptionError for options of SGD that are given with conjugate gradients."""
-    check_choice("solver", solver, ("cg", "sgd"))
     if solver == "cg":
         given = {"objective": objective, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
         given["clip"] = clip
@@ -81,10 +79,7 @@ def options(
                 )
         return Options(samples, solver, None, None, None, None, None)
     objective = "low_noise" if objective is None else objective
-    check_choice("objective", objective, ("noisy", "low_noise"))
     epochs, batch_size = 20 if epochs is None else epochs, 128 if batch_size is None else batch_size
-    check_count("epochs", epochs)
-    check_count("batch_size", batch_size)
     return Options(samples, solver, objective, epochs, batch_size, learning_rate, clip)
 
 

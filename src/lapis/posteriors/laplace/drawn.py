@@ -13,6 +13,7 @@ from lapis.batches import Inputs
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
+from lapis.options import check_arguments
 from lapis.posteriors.laplace.calibration import Calibration, calibrate_draws
 from lapis.posteriors.over_weights import LinearisedPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, State
@@ -75,6 +76,7 @@ class DrawnPosterior(LinearisedPosterior):
         prior precision at once, so that there is no other `temperature`. The network alone is among the candidates, as
         in `LaplaceFamily.calibrate`.
         """
+        check_arguments(DrawnPosterior.calibrate, locals())
         self.check_network()
         if temperature is not False:
             raise OptionError(

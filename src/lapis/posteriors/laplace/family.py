@@ -15,11 +15,11 @@ from lapis.curvature.blocks.partition import NAMES
 from lapis.evidence import TangentMode, Tuning
 from lapis.likelihoods import Gaussian, Likelihood, from_config
 from lapis.network import Network, differentiating
-from lapis.options import check_count, check_positive
+from lapis.options import check_arguments
 from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.report import Notes
 from lapis.posteriors.evidences import Evidence
-from lapis.posteriors.laplace.arguments import TOLERATED_LOSS, TuneOptions, check_temperature
+from lapis.posteriors.laplace.arguments import TOLERATED_LOSS, TuneOptions
 from lapis.posteriors.laplace.calibration import Calibration, calibrate
 from lapis.posteriors.laplace.checks import examine
 from lapis.posteriors.laplace.refinable import Refinable
@@ -156,13 +156,8 @@ class LaplaceFamily(Refinable):
             generator: for "draws"; seeded with 0 when not given.
             progress: show a bar for passes over data; by default on a terminal only.
         """
+        check_arguments(LaplaceFamily.tune, locals(), apart=("groups",))
         self._refuse_if_refined("be tuned by the evidence at t", "tune before refining, or use refine(data, tune=True)")
-        if max_iterations is not None:
-            check_count("max_iterations", max_iterations)
-        if tolerance is not None:
-            check_positive("tolerance", tolerance)
-        if tolerated_loss is not None:
-            check_positive("tolerated_loss", tolerated_loss)
         asked = TuneOptions(
             method, groups, noise, max_iterations, tolerance, samples, solver, batch_size, tolerated_loss, generator,
             progress,
@@ -226,6 +221,7 @@ class LaplaceFamily(Refinable):
             batch_size: for data that are not batched yet.
             progress: show a bar; by default on a terminal only.
         """
+        check_arguments(LaplaceFamily.calibrate, locals())
         with self.network.held():
             self.check_network()
             return calibrate(self, validation, temperature, link, batch_size, progress)
@@ -279,7 +275,7 @@ class LaplaceFamily(Refinable):
 
     def with_temperature(self: Self, temperature: float) -> Self:
         """The posterior at another temperature; no pass over data."""
-        check_temperature(temperature)
+        check_arguments(LaplaceFamily.with_temperature, locals())
         return self._changed(temperature=temperature)
 
     # diagnosis -------------------------------------------------------------------------------------

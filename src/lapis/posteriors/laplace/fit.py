@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal, overload
@@ -27,8 +27,8 @@ from lapis.errors import DataError, LapisWarning, ModelError, OptionError, Prior
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, Weights
-from lapis.options import check_choice, check_count
-from lapis.posteriors.laplace.arguments import check_temperature
+from lapis.options import check_arguments, check_choice
+from lapis.posteriors.laplace.arguments import refuse_options
 from lapis.posteriors.laplace.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
 from lapis.posteriors.laplace.subnetwork import Subnetwork
@@ -80,9 +80,9 @@ def laplace(
     prior: Prior | float | Tensor = ...,
     curvature: str = ...,
     temperature: float = ...,
-    sharing: Literal["expand", "reduce"] = ...,
-    bias: Literal["joint", "separate"] = ...,
-    fisher_samples: int = ...,
+    sharing: Literal["expand", "reduce"] | None = ...,
+    bias: Literal["joint", "separate"] | None = ...,
+    fisher_samples: int | None = ...,
     rank: int | None = ...,
     generator: torch.Generator | None = ...,
     batch_size: int | None = ...,
@@ -99,9 +99,9 @@ def laplace(
     prior: Prior | float | Tensor = 1.0,
     curvature: str = "ggn",
     temperature: float = 1.0,
-    sharing: Literal["expand", "reduce"] = "expand",
-    bias: Literal["joint", "separate"] = "joint",
-    fisher_samples: int = 1,
+    sharing: Literal["expand", "reduce"] | None = None,
+    bias: Literal["joint", "separate"] | None = None,
+    fisher_samples: int | None = None,
     rank: int | None = None,
     generator: torch.Generator | None = None,
     batch_size: int | None = None,
@@ -130,12 +130,12 @@ def laplace(
             (Fisher information from `fisher_samples` drawn targets), "empirical", or "hessian" (dense only). The
             lowrank and implicit structures are always exact.
         temperature: the likelihood enters as p(D | theta)^(1 / temperature).
-        sharing: how Kronecker factors treat positions that share weights: "expand" treats each position as an example,
-            "reduce" merges an example's positions first (mean input, summed gradient). For "ekfac" these factors
-            give the eigenvectors only.
-        bias: whether a bias is correlated with its weights in a Kronecker or EKFAC posterior ("joint"), or not
-            ("separate").
-        fisher_samples: targets drawn per example for the sampled Fisher information.
+        sharing: how Kronecker factors treat positions that share weights: "expand" (default) treats each position as an
+            example, "reduce" merges an example's positions first (mean input, summed gradient). For "ekfac" these
+            factors give the eigenvectors only.
+        bias: whether a bias is correlated with its weights in a Kronecker or EKFAC posterior ("joint", the default), or
+            not ("separate").
+        fisher_samples: targets drawn per example for the sampled Fisher information, 1 by default.
         rank: eigenpairs of the lowrank structure; when None, all above a hundredth of the smallest prior precision.
         generator: source of randomness for sampled curvature; seeded with 0 when not given.
         batch_size: for data that are not batched yet.
@@ -149,12 +149,11 @@ def laplace(
     >>> posterior.predict(x).mean.shape
     torch.Size([20, 1])
     """
-    likelihood = resolve_likelihood(likelihood)
-    _check_options(curvature, temperature, sharing, bias, fisher_samples, batch_size, memory_budget, rank)
-    chosen_prior = as_prior(prior)
+    likelihood, chosen_prior, probe = resolve_likelihood(likelihood), as_prior(prior), Network(model)
+    check_arguments(laplace, locals(), apart=("prior", "weights"))
+    check_choice("curvature", curvature, CURVATURES)
     if NAMES.get(structure) == "ekfac":
         check_repeatable(data)
-    probe = Network(model)
     choices: list[str] = []
     which: Weights
     if isinstance(weights, Subnetwork):
@@ -190,7 +189,9 @@ def laplace(
             chosen, note = resolve_structure(structure, network.size, memory_budget)
             note = f"the last layer of a classifier with {probe.size:,} weights; {note}"
     network.example = few
-    _check_structure(chosen, structure, curvature, rank)
+    _check_structure(chosen, structure, curvature)
+    _refuse_without_meaning(chosen, structure, {"rank": rank}, ("lowrank",))
+    _refuse_without_meaning(chosen, structure, {"sharing": sharing, "bias": bias}, ("kronecker", "ekfac"))
     if chosen in MATRIX_FREE and network.dtype not in (torch.float32, torch.float64):
         raise ModelError(
             f"Products with vectors in {network.dtype} are too inexact to solve or decompose with",
@@ -240,7 +241,8 @@ def laplace(
         if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS and chosen not in MATRIX_FREE:
             kind = "sampled"
             choices.append(
-                f"Fisher information from {fisher_samples} drawn target(s), for {outputs[0].numel()} outputs an example"
+                f"Fisher information from {fisher_samples or 1} drawn target(s), for {outputs[0].numel()} outputs an "
+                "example"
             )
             warnings.warn(
                 f"With {outputs[0].numel()} outputs an example the Fisher information is sampled; "
@@ -248,9 +250,11 @@ def laplace(
                 LapisWarning,
                 stacklevel=2,
             )
+        if kind != "sampled":
+            refuse_options(f"The {kind} curvature draws no targets", fisher_samples=fisher_samples)
         if tape.plan.general:
             choices.append(f"general per-example rule for {', '.join(sorted(tape.plan.general))}")
-        blocks = build_blocks(chosen, tape.plan.sites, sharing, bias, memory_budget)
+        blocks = build_blocks(chosen, tape.plan.sites, sharing or "expand", bias or "joint", memory_budget)
         to_device(blocks, network.device)
         for block in blocks:
             block.check(weight_prior)
@@ -259,7 +263,7 @@ def laplace(
             tape=tape,
             blocks=blocks,
             statistics=torch.zeros((), dtype=torch.float64, device=network.device),
-            fisher_samples=fisher_samples,
+            fisher_samples=fisher_samples or 1,
             signature=network.signature,
             outputs=outputs.shape[-1],
             positions=outputs.shape[1],
@@ -360,7 +364,7 @@ def _last_layer(model: nn.Module, few: Inputs, prior: Prior) -> Network | None:
     return network
 
 
-def _check_structure(chosen: Structure, requested: str, curvature: str, rank: int | None) -> None:
+def _check_structure(chosen: Structure, requested: str, curvature: str) -> None:
     if CURVATURES[curvature] == "hessian" and chosen != "dense":
         raise OptionError(
             "The Hessian is available for the dense structure only",
@@ -375,32 +379,17 @@ def _check_structure(chosen: Structure, requested: str, curvature: str, rank: in
             got=repr(curvature),
             do='leave curvature out, or use structure="kronecker", "diagonal" or "dense"',
         )
-    if rank is not None and chosen != "lowrank":
-        raise OptionError(
-            "A rank has no meaning here",
-            expected='rank=None, or structure="lowrank"',
-            got=f"rank={rank} with structure={requested!r}, which is {chosen}",
-            do="leave rank out",
-        )
 
 
-def _check_options(
-    curvature: str,
-    temperature: float,
-    sharing: str,
-    bias: str,
-    fisher_samples: int,
-    batch_size: int | None,
-    budget: int,
-    rank: int | None,
+def _refuse_without_meaning(
+    chosen: Structure, requested: str, options: Mapping[str, Any], structures: Sequence[str]
 ) -> None:
-    check_temperature(temperature)
-    check_choice("curvature", curvature, CURVATURES)
-    check_choice("sharing", sharing, ("expand", "reduce"))
-    check_choice("bias", bias, ("joint", "separate"))
-    check_count("fisher_samples", fisher_samples)
-    check_count("memory_budget", budget)
-    if batch_size is not None:
-        check_count("batch_size", batch_size)
-    if rank is not None:
-        check_count("rank", rank)
+    """Raise OptionError for options that were given but belong to other structures."""
+    for name, value in options.items():
+        if value is not None and chosen not in structures:
+            raise OptionError(
+                f"{name} has no meaning here",
+                expected=f"{name}=None, or structure=" + " or ".join(f'"{other}"' for other in structures),
+                got=f"{name}={value!r} with structure={requested!r}, which is {chosen}",
+                do=f"leave {name} out",
+            )

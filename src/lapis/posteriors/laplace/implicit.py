@@ -16,7 +16,7 @@ from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.options import check_choice
+from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace import drawing, tuning_by_draws
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.drawn import DrawnPosterior
@@ -102,6 +102,7 @@ class ImplicitPosterior(SolvedPosterior):
 
         Memory: about 7 blocks of (K, P) in the network's dtype for SGD and 8 for CG, besides the network's own.
         """
+        check_arguments(ImplicitPosterior.draw, locals())
         chosen = drawing.options(samples, solver, objective, epochs, batch_size, learning_rate, clip)
         source = self.source(samples, generator)
         with self.network.held():
@@ -143,6 +144,7 @@ class ImplicitPosterior(SolvedPosterior):
 
         probes x steps products over the data; the error falls with the square root of `probes`, the bias with `steps`.
         """
+        check_arguments(ImplicitPosterior.log_evidence_estimate, locals())
         found = self._quadrature(probes, steps, generator, progress).trace(torch.log)
         value = self._evidence(self.weight_prior.logdet() + found.value).detach()
         return replace(found, value=value, standard_error=0.5 * found.standard_error, truncation=0.5 * found.truncation)
@@ -160,6 +162,7 @@ class ImplicitPosterior(SolvedPosterior):
         progress: bool | None = None,
     ) -> Estimate:
         """gamma = tr(A^-1 (A - Lambda)), by the same quadrature as the evidence, with a standard error."""
+        check_arguments(ImplicitPosterior.effective_parameters_estimate, locals())
         return self._quadrature(probes, steps, generator, progress).trace(lambda t: 1 - 1 / t)
 
     def _gamma(self, progress: bool | None) -> Tensor:
@@ -208,6 +211,7 @@ class ImplicitPosterior(SolvedPosterior):
 
         Each step of Newton's method is solved with the prior as preconditioner.
         """
+        check_arguments(ImplicitPosterior.at_tangent_mode, locals())
         self.check_network()
         if data is None:
             refuse_options("The data are in their batches already", batch_size=batch_size)
@@ -223,6 +227,7 @@ class ImplicitPosterior(SolvedPosterior):
         It makes the posterior independent of how weights are scaled, with one number g to tune. The diagonal is the
         mean square of `samples` vectors J^T S u, u ~ N(0, I): its entries have relative errors of sqrt(2 / samples).
         """
+        check_arguments(ImplicitPosterior.g_prior, locals())
         return tuning_by_draws.g_prior(self, g, samples, self.source(samples, generator))
 
     def update(
@@ -234,6 +239,7 @@ class ImplicitPosterior(SolvedPosterior):
         progress: bool | None = None,
     ) -> ImplicitPosterior:
         """See `LaplaceFamily.update`; the new data are kept too. The GGN is exact: no `generator` is needed."""
+        check_arguments(ImplicitPosterior.update, locals())
         self._refuse_if_refined("take more data: its curvature is no longer a sum", "update first, then refine")
         self.check_network()
         refuse_options("The implicit structure draws no targets", generator=generator)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapis.batches import Batch
 from lapis.errors import OptionError
-from lapis.options import check_count, check_positive
+from lapis.options import check_arguments
 from lapis.posteriors.laplace.refinement import Refinement, refine
 from lapis.posteriors.over_weights import GaussianPosterior
 from lapis.predictions import LatentGaussian
@@ -89,10 +89,7 @@ class Refinable(GaussianPosterior):
             batch_size: for data that are not batched yet.
             progress: show a bar; by default on a terminal only.
         """
-        check_count("max_rounds", max_rounds)
-        check_positive("tolerance", tolerance)
-        if tolerated_loss is not None:
-            check_positive("tolerated_loss", tolerated_loss)
+        check_arguments(Refinable.refine, locals())
         with self.network.held():
             self.check_network()
             self._check_refinable()

@@ -25,7 +25,7 @@ from lapis.errors import MemoryBudgetError, OptionError
 from lapis.evidence import Training
 from lapis.likelihoods import Gaussian, Likelihood
 from lapis.network import Network, full_precision
-from lapis.options import check_choice, check_generator
+from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace import tuning_by_evidence as tuning
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.family import LaplaceFamily
@@ -149,6 +149,7 @@ class LaplacePosterior(LaplaceFamily):
 
     def effective_parameters(self, *, per_group: bool = False) -> Tensor:
         """gamma = tr(A^-1 (A - Lambda)): the number of weights determined by the data, in total or per prior group."""
+        check_arguments(LaplacePosterior.effective_parameters, locals())
         prior = self.weight_prior
         determined = 1 - prior.vector() * self._to_flat([gaussian.variance() for gaussian in self.gaussians])
         if not per_group:
@@ -183,6 +184,7 @@ class LaplacePosterior(LaplaceFamily):
         start: Tensor | None = None,
     ) -> LaplacePosterior:
         """See `LaplaceFamily.at_tangent_mode`."""
+        check_arguments(LaplacePosterior.at_tangent_mode, locals())
         self._refuse_if_refined("take its evidence elsewhere: that is its ELBO", "ask before refining")
         with self.network.held():
             self.check_network()
@@ -227,8 +229,8 @@ class LaplacePosterior(LaplaceFamily):
         progress: bool | None = None,
     ) -> LaplacePosterior:
         """See `LaplaceFamily.update`."""
+        check_arguments(LaplacePosterior.update, locals())
         self._refuse_if_refined("take more data: its curvature is no longer a sum", "update first, then refine")
-        check_generator(generator)
         with self.network.held():
             self.check_network()
             sums = self.curvature.clone()

@@ -1,0 +1,255 @@
+"""What can be called: found in the public modules and on objects, with parameters to be filled in."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import reprlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lapis
+import lapis.plots
+import lapis.solvers
+from fuzz.values import refused, right, wrong
+from fuzz.worlds import FITS, World
+from lapis.posteriors import Posterior
+
+MODULES: dict[str, Any] = {
+    "lapis": lapis, "metrics": lapis.metrics, "solvers": lapis.solvers, "plots": lapis.plots,
+}  # fmt: skip
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+RESULTS = words("""
+    Comparison Reliability CGProgress CGResult Eigenpairs Estimate LanczosResult QuadratureEstimate SGDResult SGDState
+    SpectralQuadrature sgd style
+""")
+"""Classes that functions return and nobody makes, and functions of such objects."""
+
+HOOKS = words("""
+    state evidence_point sample_of_data gamma_of_groups vectors_at_once tensors config clone canonical hessian
+    position_nll nll gradient factor statistics sampled_gradient suspicion check_outputs targets to_config to_prior
+    group_index sizes vector
+""")
+"""Methods that posteriors, likelihoods and priors write for the library to call, with arguments that it has checked:
+called here with right arguments only."""
+
+UNMAKEABLE = words("""
+    latent from_state quick_draws draws source outputs_of_data recurved with_own_noise solved load begin scaled_noise
+    has_proportions_of layout spread positions expected_hessian curved log_likelihood with_precision squared_distance
+    typical_of of span differs_in_precision_only average_weight check root root_transposed curvature_scale
+    vectors
+""")
+"""Such methods whose arguments only the library can make."""
+
+INTERNAL = ("lapis.curvature", "lapis.network", "lapis.evidence")
+"""Rooms whose objects are no part of the interface, though some methods return them."""
+
+REAL = frozenset({"rmse", "coverage", "regression_calibration", "auroc", "ood_auroc"})
+
+
+ALWAYS = {("lapis.train", "epochs")}
+"""Arguments that are always given: without them the call takes long."""
+
+DEFERRED = ("lapis.Prior",)
+"""Constructors whose arguments are checked when used: only there it is known which network they are for."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A callable, or a property, by its name."""
+
+    name: str
+    function: Callable[..., Any]
+    place: tuple[str, ...]
+    """Words by which `values.IN` knows it."""
+    owner: Any = None
+    is_hook: bool = False
+
+    @cached_property
+    def parameters(self) -> list[inspect.Parameter]:
+        try:
+            found = list(inspect.signature(self.function).parameters.values())
+        except (TypeError, ValueError):
+            return []
+        return [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+    @cached_property
+    def hints(self) -> dict[str, Any]:
+        return {p.name: annotation(p, self.function) for p in self.parameters}
+
+
+def annotation(parameter: inspect.Parameter, function: Any) -> Any:
+    """The evaluated annotation; None if there is none, or it cannot be evaluated at run time."""
+    hint = parameter.annotation
+    if hint is parameter.empty:
+        return None
+    if not isinstance(hint, str):
+        return hint
+    inner = inspect.unwrap(getattr(function, "__func__", function))
+    known = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])
+    try:
+        return eval(hint, known)
+    except (NameError, TypeError):
+        return None
+
+
+@cache
+def roots() -> dict[str, list[Target]]:
+    """Public functions and constructors of each module."""
+    found: dict[str, list[Target]] = {}
+    for room, module in MODULES.items():
+        found[room] = []
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if not callable(thing) or name in RESULTS or inspect.isabstract(thing):
+                continue
+            if isinstance(thing, type) and issubclass(thing, (BaseException, Posterior)):
+                continue
+            place = (name, "metrics.real", "metrics") if name in REAL else (name, room)
+            found[room].append(Target(f"{module.__name__}.{name}", thing, place))
+    return found
+
+
+def methods(thing: Any, called: str, w: World) -> list[Target]:
+    """Public methods and properties of an object of this library."""
+    found = []
+    foreign = isinstance(thing, lapis.Likelihood) and thing.name != w.likelihood.name
+    for name in dir(type(thing)):
+        if name.startswith("_") or name in UNMAKEABLE or (name in HOOKS and foreign):
+            continue
+        what = inspect.getattr_static(type(thing), name)
+        place = (name, type(thing).__name__, "likelihood" if isinstance(thing, lapis.Likelihood) else "object")
+        if isinstance(what, (property, cached_property)):
+            read = Reader(thing, name)
+            found.append(Target(f"{called}.{name}", read, place, thing))
+        elif callable(getattr(thing, name)) and not isinstance(what, type):
+            is_hook = name in HOOKS or isinstance(thing, lapis.solvers.Preconditioner)
+            found.append(Target(f"{called}.{name}", getattr(thing, name), place, thing, is_hook))
+    return found
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reading a property, as a call without arguments."""
+
+    thing: Any
+    name: str
+
+    def __call__(self) -> Any:
+        return getattr(self.thing, self.name)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A target with its arguments."""
+
+    target: Target
+    arguments: Mapping[str, Any]
+    spoiled: tuple[str, ...]
+    """Arguments that were given wrong values, on purpose."""
+    forbidden: tuple[str, ...]
+    """Those of them whose values must not be accepted."""
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name}={brief(value)}" for name, value in self.arguments.items())
+        return f"{self.target.name}({shown})"
+
+    def binds(self) -> bool:
+        """Whether the number and names of the arguments are right."""
+        try:
+            inspect.signature(self.target.function).bind(**self.arguments)
+        except TypeError:
+            return False
+        return True
+
+
+def brief(value: Any) -> str:
+    """A value in a line of text."""
+    if isinstance(value, Tensor):
+        return f"tensor{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, (list, tuple)) and any(isinstance(entry, (Tensor, list, tuple)) for entry in value):
+        return f"{type(value).__name__} of {len(value)}"
+    text = reprlib.repr(value)
+    return f"<{type(value).__name__}>" if " at 0x" in text or "...x" in text else text
+
+
+def first_target(w: World, r: Random) -> Target | None:
+    """Where a sequence begins: a method of a fitted posterior, or a public function."""
+    room = r.choices(["posterior", *MODULES], [10, 5, 1, 2, 0.5])[0]
+    if room != "posterior":
+        return r.choice(roots()[room])
+    name = r.choice(list(FITS))
+    posterior = w.posterior(name)
+    return None if posterior is None else pick(methods(posterior, f"<{name}>", w), r)
+
+
+def next_target(result: Any, called: str, w: World, r: Random) -> Target | None:
+    """A method of what a call returned; None if it is no object of the library."""
+    room = type(result).__module__
+    if isinstance(result, type) or not room.startswith("lapis.") or room.startswith(INTERNAL):
+        return None
+    choices = methods(result, called, w)
+    return pick(choices, r) if choices else None
+
+
+def pick(targets: Sequence[Target], r: Random) -> Target:
+    """Mostly one with parameters."""
+    return r.choices(targets, [6 if target.parameters else 1 for target in targets])[0]
+
+
+def make_call(target: Target, w: World, r: Random) -> Call:
+    """Right arguments for most parameters, wrong ones for some."""
+    arguments: dict[str, Any] = {}
+    for p in target.parameters:
+        if p.default is p.empty or r.random() < 0.3 or (target.name, p.name) in ALWAYS:
+            arguments[p.name] = right(p.name, target.hints[p.name], p.default, w, r, target.owner, target.place)
+    spoiled: list[str] = []
+    if target.parameters and not target.is_hook:
+        for _ in range(r.choices([0, 1, 2], [0.35, 0.5, 0.15])[0]):
+            p = r.choice(target.parameters)
+            value = wrong(w, r)
+            if callable(value) and not refused(target.hints[p.name], value, p.name):
+                continue  # errors of a user's own function are the user's
+            arguments[p.name] = value
+            spoiled.append(p.name)
+        if r.random() < 0.02:
+            arguments["nonsense"] = 1
+        elif r.random() < 0.02:
+            arguments.pop(r.choice(target.parameters).name, None)
+    forbidden = [] if target.name in DEFERRED else [
+        name for name in dict.fromkeys(spoiled)
+        if name in arguments and refused(target.hints[name], arguments[name], name)
+    ]  # fmt: skip
+    return Call(target, arguments, tuple(spoiled), tuple(forbidden))
+
+
+def tensors_of(result: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Tensors and numbers of a result that should be finite; of a posterior, its mean only."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, float):
+        yield torch.tensor(result)
+    elif isinstance(result, Posterior):
+        if isinstance(getattr(result, "mean", None), Tensor):
+            yield result.mean
+    elif depth and isinstance(result, (list, tuple)):
+        for entry in result:
+            yield from tensors_of(entry, depth - 1)
+    elif depth and isinstance(result, Mapping):
+        yield from tensors_of(list(result.values()), depth)
+    elif depth and dataclasses.is_dataclass(result) and not isinstance(result, (type, lapis.metrics.Reliability)):
+        yield from tensors_of([getattr(result, field.name) for field in dataclasses.fields(result)], depth)
