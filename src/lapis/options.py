@@ -93,7 +93,7 @@ def _rules(function: Callable[..., Any], signed: tuple[str, ...]) -> dict[str, R
 def _rule(hint: Any, signed: bool = False) -> Rule | None:
     """The rule of a type; None if it admits anything."""
     origin, members = get_origin(hint), get_args(hint)
-    if hint is Any:
+    if hint is Any or getattr(hint, "_is_protocol", False):
         return None
     if hint is None or hint is type(None):
         return Rule(lambda value: value is None, "None")
@@ -246,14 +246,3 @@ def check_positive(name: str, value: Any, *, or_zero: bool = False) -> None:
     if not _is_number(value) or value < 0 or (value == 0 and not or_zero):
         expected = "zero, or a positive number" if or_zero else "a positive number"
         raise OptionError(f"Bad {name}", expected=expected, got=shown(value), do="pass such a number")
-
-
-def check_generator(generator: Any) -> None:
-    """Raise unless `generator` is a torch.Generator, or None."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise OptionError(
-            "Bad generator",
-            expected="a torch.Generator, or None for seed 0",
-            got=shown(generator),
-            do="pass torch.Generator().manual_seed(...)",
-        )

@@ -33,7 +33,7 @@ def words(text: str) -> frozenset[str]:
 
 RESULTS = words("""
     Comparison Reliability CGProgress CGResult Eigenpairs Estimate LanczosResult QuadratureEstimate SGDResult SGDState
-    SpectralQuadrature sgd style
+    SpectralQuadrature sgd style Bootstrap RiskCoverage
 """)
 """Classes that functions return and nobody makes, and functions of such objects."""
 
@@ -49,17 +49,23 @@ UNMAKEABLE = words("""
     latent from_state quick_draws draws source outputs_of_data recurved with_own_noise solved load begin scaled_noise
     has_proportions_of layout spread positions expected_hessian curved log_likelihood with_precision squared_distance
     typical_of of span differs_in_precision_only average_weight check root root_transposed curvature_scale
-    vectors
+    vectors mean_and_point tensor
 """)
 """Such methods whose arguments only the library can make."""
 
 INTERNAL = ("lapis.curvature", "lapis.network", "lapis.evidence")
 """Rooms whose objects are no part of the interface, though some methods return them."""
 
-REAL = frozenset({"rmse", "coverage", "regression_calibration", "auroc", "ood_auroc"})
+REAL = words("""
+    rmse coverage regression_calibration auroc ood_auroc interval_score regression_calibration_error pit pit_of_samples
+    crps crps_of_samples aupr
+""")
 
 
-ALWAYS = {("lapis.train", "epochs")}
+ALWAYS = {
+    ("lapis.train", "epochs"), ("lapis.swag", "epochs"), ("lapis.swag", "snapshots"), ("lapis.variational", "steps"),
+    ("lapis.metrics.bootstrap", "repeats"),
+}  # fmt: skip
 """Arguments that are always given: without them the call takes long."""
 
 DEFERRED = ("lapis.Prior",)
@@ -194,6 +200,8 @@ def first_target(w: World, r: Random) -> Target | None:
         return r.choice(roots()[room])
     name = r.choice(list(FITS))
     posterior = w.posterior(name)
+    if name in w.raw:
+        return Target(name, FITS[name], ())
     return None if posterior is None else pick(methods(posterior, f"<{name}>", w), r)
 
 

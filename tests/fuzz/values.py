@@ -24,7 +24,9 @@ import lapis
 from fuzz.worlds import FITS, World
 from lapis.solvers import Diagonal, Operator
 
-SIGNED = frozenset({"seed", "ignore_index", "max_iterations", "mean", "momentum", "precision", "log_determinant"})
+SIGNED = frozenset(
+    {"seed", "ignore_index", "max_iterations", "mean", "momentum", "precision", "log_determinant", "axis"}
+)
 """Numbers that may be zero or negative, or are checked when used."""
 
 
@@ -110,7 +112,9 @@ BY_NAME: dict[str, Make] = {
     "mean": lambda w, r, o: r.choice([0.0, 0.1]),
     "scales": lambda w, r, o: None,
     "noise": lambda w, r, o: r.choice([0.5, 1.5]),
-    "weights": lambda w, r, o: r.choice(["all", "auto", "last_layer"]),
+    "weights": lambda w, r, o: r.choice(["all", "auto", "last_layer", lapis.Subnetwork(2)]),
+    "uncertainty": lambda w, r, o: None,
+    "losses": lambda w, r, o: torch.rand(8, dtype=w.dtype, generator=generator(r)),
     "structure": lambda w, r, o: r.choice(["auto", "dense", "diagonal", "kronecker", "ekfac", "lowrank", "implicit"]),
     "curvature": lambda w, r, o: r.choice(["ggn", "exact", "sampled", "empirical"]),
     "sharing": lambda w, r, o: r.choice([None, "expand", "reduce"]),
@@ -168,6 +172,35 @@ IN: dict[str, dict[str, Make]] = {
     "functional_variance": {"diagonal": lambda w, r, o: r.random() < 0.5},
     "targets": {"y": lambda w, r, o: w.targets},
     "train": {"model": lambda w, r, o: w.copy_of_model()},
+    "swag": {
+        "model": lambda w, r, o: w.copy_of_model(),
+        "snapshots": lambda w, r, o: r.choice([2, 3]),
+        "weight_decay": lambda w, r, o: r.choice([0.0, 0.1]),
+    },
+    "SWAG": {"model": lambda w, r, o: w.copy_of_model(), "rank": lambda w, r, o: r.choice([0, 2, 3])},
+    "ensemble": {
+        "models": lambda w, r, o: r.choice([[w.model, w.copy_of_model()], w.copy_of_model]),
+        "workers": lambda w, r, o: None,
+        "weight_decay": lambda w, r, o: 0.1,
+    },
+    "variational": {
+        "steps": lambda w, r, o: r.choice([1, 2, 3]),
+        "mean": lambda w, r, o: None,
+        "rank": lambda w, r, o: r.choice([0, 1, 2]),
+        "noise": lambda w, r, o: r.random() < 0.5,
+        "deviation": lambda w, r, o: r.choice([None, 0.1]),
+    },
+    "Subnetwork": {
+        "n": lambda w, r, o: r.choice([1, 2, 3]),
+        "by": lambda w, r, o: r.choice(["variance", "magnitude", "random"]),
+        "from_": lambda w, r, o: None,
+    },
+    "bootstrap": {
+        "metric": lambda w, r, o: lapis.metrics.rmse,
+        "axis": lambda w, r, o: 0,
+        "repeats": lambda w, r, o: r.choice([2, 5]),
+    },
+    "RenewedSWAGPosterior": {"weights": lambda w, r, o: o.mean},
     "tune": {"noise": lambda w, r, o: r.choice([True, False])},
     "calibrate": {"temperature": lambda w, r, o: False},
     "state": {"network": lambda w, r, o: o.network},
@@ -287,7 +320,7 @@ def refused(hint: Any, value: Any, name: str) -> bool:
 
 def admitted(hint: Any, value: Any, signed: bool) -> bool:
     origin, members = get_origin(hint), get_args(hint)
-    if hint is Any or isinstance(hint, (str, TypeVar)):
+    if hint is Any or isinstance(hint, (str, TypeVar)) or getattr(hint, "_is_protocol", False):
         return True
     if origin in (Union, types.UnionType):
         return any(admitted(member, value, signed) for member in members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -26,6 +27,13 @@ FITS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "implicit": lambda *problem: lapis.laplace(*problem, structure="implicit"),
     "last layer": lambda *problem: lapis.laplace(*problem, weights="last_layer"),
     "drawn": lambda *problem: lapis.laplace(*problem, structure="implicit").draw(3),
+    "subnetwork": lambda *problem: lapis.laplace(*problem, weights=lapis.Subnetwork(3)),
+    "variational": lambda *problem: lapis.variational(*problem, steps=2),
+    "ensemble": lambda model, data, likelihood: lapis.ensemble([model, copy.deepcopy(model)], data, likelihood),
+    "dropout": lambda model, data, likelihood: lapis.dropout(model, likelihood, data),
+    "swag": lambda model, data, likelihood: lapis.swag(
+        copy.deepcopy(model), data, likelihood, epochs=1, snapshots=3, rank=2
+    ),
     "refined": lambda *problem: lapis.laplace(*problem, structure="dense").refine(problem[1], max_rounds=2),
 }
 """Posteriors to begin with; other kinds come from what calls return."""
@@ -42,6 +50,8 @@ class World:
             self.data: tuple[Any, Tensor] = case.make_batch(dtype)
         self.likelihood: lapis.Likelihood = case.likelihood.build()
         self._fitted: dict[str, Any] = {}
+        self.raw: dict[str, str] = {}
+        """Tracebacks of fits that ended in another error than a LapisError, by the posterior's name."""
 
     @property
     def name(self) -> str:
@@ -77,7 +87,10 @@ class World:
         return copy.deepcopy(self.model)
 
     def posterior(self, name: str) -> Any:
-        """A fitted posterior; None where the network or the likelihood has none of this kind."""
+        """A fitted posterior; None where the network or the likelihood has none of this kind.
+
+        An error that is not ours is kept in `raw`, to be reported.
+        """
         if name not in self._fitted:
             try:
                 with warnings.catch_warnings():
@@ -85,6 +98,8 @@ class World:
                     self._fitted[name] = FITS[name](self.model, self.data, self.likelihood)
             except lapis.LapisError:
                 self._fitted[name] = None
+            except Exception:  # noqa: BLE001  (a finding)
+                self._fitted[name], self.raw[name] = None, traceback.format_exc()
         return self._fitted[name]
 
     @cached_property

@@ -17,6 +17,7 @@ from lapis.errors import FileError, ModelError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network
+from lapis.options import check_arguments
 from lapis.posteriors.over_weights import WeightPosterior
 from lapis.posteriors.posterior import EXAMPLES, MEMORY_BUDGET, Facts, LatentKind, State
 from lapis.posteriors.predicting.masked_weights import (
@@ -173,6 +174,7 @@ def dropout(
     """
     family = resolve_likelihood(likelihood)
     network = Network(model)
+    check_arguments(dropout, locals())
     if not may_drop(model):
         raise no_dropout(model)
     facts = Facts.of(network, family, data, memory_budget)

@@ -65,7 +65,7 @@ class FactoredPosterior(GaussianPosterior):
 
     def covariance_product(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (P,) or (k, P), float64."""
-        wide = vectors.double()
+        wide = self.vectors(vectors).double().reshape(vectors.shape)
         product = wide * self.deviation.double().square()
         if self.factors is None:
             return product

@@ -22,7 +22,7 @@ from lapis.errors import FileError, OptionError
 from lapis.likelihoods import Gaussian, Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network
-from lapis.options import check_count, check_generator
+from lapis.options import check_arguments, check_count
 from lapis.posteriors.ensemble import EnsemblePosterior
 from lapis.posteriors.posterior import MEMORY_BUDGET, Facts
 from lapis.posteriors.predicting.members import member_outputs
@@ -87,7 +87,7 @@ def ensemble(
             do='name one, as in "classification"',
         )
     family = resolve_likelihood(likelihood)
-    check_count("memory_budget", memory_budget)
+    check_arguments(ensemble, locals(), signed=("weight_decay",), apart=("models",))
     settings = {
         "epochs": epochs, "learning_rate": learning_rate, "weight_decay": weight_decay, "optimiser": optimiser,
         "schedule": schedule, "batch_size": batch_size,
@@ -159,8 +159,6 @@ def _task(
     settings: dict[str, Any],
     generator: torch.Generator | None,
 ) -> _Task:
-    check_count("size", size)
-    check_generator(generator)
     check_repeatable(data)
     source = generator or torch.Generator().manual_seed(0)
     seeds = tuple(torch.randint(2**62, (size,), generator=source, device=source.device).tolist())

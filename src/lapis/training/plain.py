@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, restored_modes
-from lapis.options import check_choice, check_count, check_generator, check_positive
+from lapis.options import check_arguments, check_positive
 from lapis.progress import track
 from lapis.training.budget import default_batch_size, plan_budget
 from lapis.training.data import own_randomness, shuffled, survey
@@ -60,16 +60,10 @@ def fit_network(
     2.0
     """
     family = resolve_likelihood(likelihood)
-    for name, value in (("epochs", epochs), ("batch_size", batch_size)):
-        if value is not None:
-            check_count(name, value)
-    if learning_rate is not None:
-        check_positive("learning_rate", learning_rate)
+    network = Network(model)
+    check_arguments(fit_network, locals(), signed=("weight_decay",))
     check_positive("weight_decay", weight_decay, or_zero=True)
     check_optimiser(optimiser)
-    check_choice("schedule", schedule, ("cosine", "constant"))
-    check_generator(generator)
-    network = Network(model)
     batch_size = default_batch_size(network.size) if batch_size is None else batch_size
     source = generator or torch.Generator().manual_seed(0)
     with own_randomness(network, _seed(source)):

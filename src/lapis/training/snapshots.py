@@ -11,7 +11,7 @@ from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network
 from lapis.network.batch_norm import batch_norms, renewed_statistics
-from lapis.options import check_count, check_generator, check_positive
+from lapis.options import check_arguments, check_count, check_positive
 from lapis.posteriors.posterior import MEMORY_BUDGET
 from lapis.posteriors.same_data import hold_batches
 from lapis.posteriors.swag import SWAG, SWAGPosterior
@@ -19,7 +19,7 @@ from lapis.training.data import survey
 from lapis.training.noise import with_residual_noise
 from lapis.training.plain import fit_network
 from lapis.training.state import load_model, model_tensors
-from lapis.training.step import MakeOptimiser
+from lapis.training.step import MakeOptimiser, check_optimiser
 
 RATE = 0.01
 """Learning rate of SGD with momentum while snapshots are taken, as published."""
@@ -71,14 +71,13 @@ def swag(
     5
     """
     family = resolve_likelihood(likelihood)
+    collector = SWAG(model, rank)
+    check_arguments(swag, locals(), signed=("epochs", "rank", "weight_decay"))
     check_count("snapshots", snapshots, least=2)
-    check_count("memory_budget", memory_budget)
     if epochs is not None:
         check_count("epochs", epochs, least=0)
-    if collecting_rate is not None:
-        check_positive("collecting_rate", collecting_rate)
-    check_generator(generator)
-    collector = SWAG(model, rank)
+    check_positive("weight_decay", weight_decay, or_zero=True)
+    check_optimiser(optimiser)
     source = generator or torch.Generator().manual_seed(0)
     if collecting_rate is None:
         noise = family.noise

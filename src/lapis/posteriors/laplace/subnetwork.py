@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lapis.errors import ModelError, OptionError
 from lapis.network import Network
-from lapis.options import check_choice, check_count, check_generator
+from lapis.options import check_arguments, check_choice, check_count
 
 RULES = ("variance", "magnitude", "random")
 
@@ -61,7 +61,7 @@ class Subnetwork:
     def __post_init__(self) -> None:
         if isinstance(self.by, str) or not isinstance(self.by, (Tensor, Mapping)):
             check_choice("by", self.by, RULES)
-        check_generator(self.generator)
+        check_arguments(Subnetwork, vars(self), apart=("n", "from_"))
         if self.n is not None or not self._is_mask:
             check_count("n", self.n)
         if self.from_ is not None and not callable(getattr(self.from_, "marginal_variance", None)):

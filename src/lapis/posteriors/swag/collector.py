@@ -17,7 +17,7 @@ from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network
 from lapis.network.batch_norm import batch_norms
-from lapis.options import check_count
+from lapis.options import check_arguments, check_count
 from lapis.posteriors.posterior import MEMORY_BUDGET, Facts
 from lapis.posteriors.same_data import hold_batches
 from lapis.posteriors.swag.posterior import RenewedSWAGPosterior, SWAGPosterior, marginal_variance
@@ -117,7 +117,7 @@ class SWAG:
             memory_budget: bytes of working memory for predictions.
         """
         family = resolve_likelihood(likelihood)
-        check_count("memory_budget", memory_budget)
+        check_arguments(SWAG.posterior, locals())
         variance = self.variance
         layers = batch_norms(self.network.module)
         if layers and data is None:
@@ -157,6 +157,7 @@ class SWAG:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all snapshots to one file, whole or not at all, for `SWAG.load` after an interruption."""
+        check_arguments(SWAG.save, locals())
         tensors = {"mean": self.mean, "squares": self._squares}
         if self._deviations:
             tensors["deviations"] = self.deviations
@@ -166,6 +167,7 @@ class SWAG:
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> SWAG:
         """The collector saved at `path`, to go on collecting from a model of the same architecture."""
+        check_arguments(SWAG.load.__func__, locals(), apart=("model",))  # type: ignore[attr-defined]
         contents = read(Path(path), FILE)
         config, tensors = contents.config, contents.tensors
         shapes = {name: tuple(shape) for name, shape in entry(config, "shapes", dict[str, list[int]]).items()}

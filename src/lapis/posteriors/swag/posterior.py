@@ -21,6 +21,7 @@ from lapis.curvature.outputs import check_outputs
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.network.batch_norm import renewed_statistics
+from lapis.options import check_arguments
 from lapis.posteriors.over_weights import WeightPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.same_data import same_batches
@@ -99,6 +100,7 @@ class RenewedSWAGPosterior(SWAGPosterior):
 
     def statistics(self, weights: Tensor) -> dict[str, Tensor]:
         """Batch-norm buffers by name under these weights (P,), from one pass over the data."""
+        check_arguments(RenewedSWAGPosterior.statistics, locals())
         key = hashlib.sha256(weights.detach().cpu().contiguous().numpy().data).digest()
         if key not in self._statistics:
             while len(self._statistics) >= KEPT_STATISTICS:

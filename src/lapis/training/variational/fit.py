@@ -20,7 +20,7 @@ from lapis.files import tensors_digest
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, Weights
-from lapis.options import check_choice, check_count, check_generator, check_positive
+from lapis.options import check_arguments, check_count, check_positive
 from lapis.posteriors.posterior import MEMORY_BUDGET, Facts
 from lapis.posteriors.variational import Inference, VariationalPosterior
 from lapis.priors import Prior, WeightPrior, as_prior
@@ -104,9 +104,10 @@ def variational(
     >>> posterior.inference.converged, [round(float(value), 2) for value in posterior.mean]
     (True, [1.97, 0.0])
     """
-    family = resolve_likelihood(likelihood)
-    _check(steps, draws, rank, batch_size, memory_budget, learning_rate, generator)
-    check_choice("reparameterisation", reparameterisation, ("local", "weights"))
+    family, probe = resolve_likelihood(likelihood), Network(model)
+    chosen_prior = as_prior(prior)
+    check_arguments(variational, locals(), signed=("rank",), apart=("prior", "weights"))
+    check_count("rank", rank, least=0)
     if noise and family.noise is None:
         raise OptionError(
             f"The {family.name} likelihood has no noise to learn",
@@ -114,7 +115,6 @@ def variational(
             got=f"noise=True and {family.name}",
             do="leave noise out",
         )
-    probe = Network(model)
     size = default_batch_size(probe.size) if batch_size is None else batch_size
     source = generator or torch.Generator().manual_seed(0)
     seed = int(torch.randint(2**62, (), generator=source, device=source.device))
@@ -123,7 +123,7 @@ def variational(
     network = probe if isinstance(weights, str) and weights == "all" else Network(model, weights, example=found.example)
     network.example, network.signature = found.example, describe(found.example)
     _check_memory(network, rank, memory_budget)
-    weight_prior = as_prior(prior).resolve(network)
+    weight_prior = chosen_prior.resolve(network)
     if noise and isinstance(likelihood, str):
         family = family.with_noise(found.spread)
     budget = plan_budget(found.n_data, found.n_batches, network.size, learning_rate=learning_rate)
@@ -304,23 +304,3 @@ class _Digested:
         for _ in self:
             pass
         return self.digest
-
-
-def _check(
-    steps: int | None,
-    draws: int,
-    rank: int,
-    batch_size: int | None,
-    memory_budget: int,
-    learning_rate: float | None,
-    generator: torch.Generator | None,
-) -> None:
-    for name, value in (("steps", steps), ("batch_size", batch_size)):
-        if value is not None:
-            check_count(name, value)
-    check_count("draws", draws)
-    check_count("rank", rank, least=0)
-    check_count("memory_budget", memory_budget)
-    if learning_rate is not None:
-        check_positive("learning_rate", learning_rate)
-    check_generator(generator)

@@ -71,6 +71,8 @@ def forward(
             held[name] = mean.detach().clone().requires_grad_()
         else:
             held[name] = mean + deviations[name] * _normal(mean.detach(), generator)
+            if held[name].requires_grad:  # sparse embeddings have sparse gradients, which cannot be reshaped
+                held[name].register_hook(lambda g: g.to_dense() if g.is_sparse else None)  # type: ignore[no-untyped-call]
     placed = {name: held[name] for name in held if name in each_example}
     names = {id(tensor): name for name, tensor in placed.items()}
     drawing = _Drawing(names, means, deviations, batch_length(inputs), generator)
