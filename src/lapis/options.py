@@ -85,7 +85,7 @@ def _rules(function: Callable[..., Any], signed: tuple[str, ...]) -> dict[str, R
         except NameError:  # a name that is imported for type checkers only
             continue
         rule = None if hint is parameter.empty else _rule(hint, name in signed)
-        if rule is not None:
+        if rule is not None and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             found[name] = rule
     return found
 

@@ -70,9 +70,8 @@ def forward(
         if name in each_example:
             held[name] = mean.detach().clone().requires_grad_()
         else:
-            held[name] = mean + deviations[name] * _normal(mean.detach(), generator)
-            if held[name].requires_grad:  # sparse embeddings have sparse gradients, which cannot be reshaped
-                held[name].register_hook(lambda g: g.to_dense() if g.is_sparse else None)  # type: ignore[no-untyped-call]
+            drawn = mean + deviations[name] * _normal(mean.detach(), generator)
+            held[name] = _WithDenseGradient.apply(drawn)  # type: ignore[no-untyped-call]
     placed = {name: held[name] for name in held if name in each_example}
     names = {id(tensor): name for name, tensor in placed.items()}
     drawing = _Drawing(names, means, deviations, batch_length(inputs), generator)
@@ -80,6 +79,18 @@ def forward(
         raw = network.call(inputs, held)
     moments = None if drawing.last is None or drawing.last[0] is not raw else drawing.last[1:]
     return Pass(raw, moments, drawing.refused, placed)
+
+
+class _WithDenseGradient(torch.autograd.Function):
+    """The tensor itself; embeddings may have sparse gradients, which autograd cannot take apart into weights."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].to_dense()
 
 
 class _Drawing(TorchFunctionMode):
