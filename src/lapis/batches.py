@@ -162,7 +162,11 @@ def _tensor(values: Any, what: str) -> Tensor:
 
 
 def _dense(tensor: Tensor, what: str) -> Tensor:
-    """The tensor itself; DataError for a sparse or nested one, whose examples cannot be taken apart."""
+    """The tensor itself; DataError for one without values, and for a sparse or nested one, which cannot be cut."""
+    if tensor.device.type == "meta":
+        raise DataError(
+            f"The {what} have no values", expected="a tensor with values", got="one on the device meta", do="make them"
+        )
     if tensor.layout != torch.strided or tensor.is_nested:
         raise DataError(
             f"The {what} are not dense",

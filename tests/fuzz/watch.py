@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -54,15 +56,19 @@ class Outcome:
 
 
 @contextmanager
-def limited() -> Iterator[None]:
+def confined(w: World) -> Iterator[None]:
+    """Limited time, and relative paths inside the world's own folder."""
+
     def stop(*_: Any) -> None:
         raise TooLong
 
-    before = signal.signal(signal.SIGVTALRM, stop)
+    before, folder = signal.signal(signal.SIGVTALRM, stop), Path.cwd()
     signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST)
+    os.chdir(w.folder)
     try:
         yield
     finally:
+        os.chdir(folder)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
 
@@ -83,7 +89,7 @@ def watched(call: Call, w: World, number: int) -> tuple[Outcome, Any]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            with limited():
+            with confined(w):
                 result = call.target.function(**call.arguments)
         except lapis.LapisError as raised:
             error = raised

@@ -28,7 +28,6 @@ CHOSEN = "network.chosen."
 
 def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     """Write a posterior of any kind to a file."""
-    check_arguments(save, locals())
     write(path, *pack(posterior), key=_key(type(posterior), posterior.network))
 
 
@@ -82,7 +81,7 @@ def load(
     copied. `likelihood` is needed only if it is a `Custom` one, whose function no file can hold; `data` only for
     implicit posteriors, which compute with them: the same examples as at the fit, in any order and batches.
     """
-    check_arguments(load, locals(), apart=("model",))
+    check_arguments(load, locals(), apart=("path", "model"))
     contents = read(_path(path))
 
     def check(kind: type[Posterior], network: Network) -> None:

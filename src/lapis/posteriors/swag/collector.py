@@ -157,7 +157,6 @@ class SWAG:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all snapshots to one file, whole or not at all, for `SWAG.load` after an interruption."""
-        check_arguments(SWAG.save, locals())
         tensors = {"mean": self.mean, "squares": self._squares}
         if self._deviations:
             tensors["deviations"] = self.deviations
@@ -167,7 +166,6 @@ class SWAG:
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> SWAG:
         """The collector saved at `path`, to go on collecting from a model of the same architecture."""
-        check_arguments(SWAG.load.__func__, locals(), apart=("model",))  # type: ignore[attr-defined]
         contents = read(Path(path), FILE)
         config, tensors = contents.config, contents.tensors
         shapes = {name: tuple(shape) for name, shape in entry(config, "shapes", dict[str, list[int]]).items()}
