@@ -91,7 +91,7 @@ fuzz: $(READY)
 	@PYTHONPATH=tests $(BIN)/python -m fuzz --calls $(N) --seed $(SEED)
 
 sbc: $(READY)
-	@$(BIN)/python experiments/sbc.py $(SBC_ARGS)
+	@PYTHONPATH=tests $(BIN)/python -m sbc $(SBC_ARGS)
 
 format: $(READY)
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
