@@ -1,9 +1,9 @@
 """Simulation-based calibration: over theta ~ prior and D ~ p(D | theta), theta's rank among posterior draws is uniform.
 
-That holds for the exact posterior (Talts et al. 2018). Each simulation draws weights and targets, puts the network at the
-mode, fits every structure, and ranks the true weights, one by one and along a random direction, among L draws. Ranks of
-one quantity are tested by chi-square with L + 1 bins; `ALARM` is the chance that any test of a run fails although all is
-right (Bonferroni).
+That holds for the exact posterior (Talts et al. 2018). Each simulation draws weights and targets, puts the network at
+the mode, fits every structure, and ranks the true weights, one by one and along a random direction, among L draws.
+Ranks of one quantity are tested by chi-square with L + 1 bins; `ALARM` is the chance that any test of a run fails
+although all is right (Bonferroni).
 
 `make sbc` runs it and writes docs/results/sbc.md.
 """
