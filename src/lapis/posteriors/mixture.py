@@ -15,7 +15,7 @@ from lapis.batches import Inputs
 from lapis.errors import FileError, LapisWarning, ModelError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.options import check_choice, check_count, check_generator
+from lapis.options import check_arguments, check_choice
 from lapis.posteriors.ensemble import check_same_beside_weights
 from lapis.posteriors.evidences import log_evidences
 from lapis.posteriors.over_weights import WeightPosterior
@@ -103,8 +103,7 @@ class MixturePosterior(Posterior):
 
         ModelError where weights alone say not which network they belong to: the components must share everything else.
         """
-        check_count("samples", samples)
-        check_generator(generator)
+        check_arguments(MixturePosterior.sample, locals())
         drawn = [each for each in self.components if isinstance(each, WeightPosterior)]
         if len(drawn) < len(self):
             raise OptionError(
@@ -223,6 +222,7 @@ def mixture(
     >>> both.predict(x).mean.shape, round(float(both.weights.sum()), 6)
     (torch.Size([20, 1]), 1.0)
     """
+    check_arguments(mixture, locals(), signed=("weights",))
     components, factors = _flattened(posteriors)
     if isinstance(weights, str):
         check_choice("weights", weights, WAYS)
