@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import lapis
-from lapis.errors import DataError, LapisError, ModelError
+from lapis.errors import DataError, LapisError, ModelError, NotPositiveDefiniteError
+from lapis.posteriors.laplace import tuning_by_evidence
+from lapis.predictions import LatentSamples, predict
 
 F32, F64 = torch.float32, torch.float64
 STRUCTURES = ["dense", "diagonal", "kronecker", "ekfac", "lowrank", "implicit"]
@@ -263,3 +267,232 @@ def test_rotated_noise_is_drawn_with_the_posteriors_covariance(structure: str, p
         torch.testing.assert_close(root.mT @ root, gaussian.solve(torch.eye(block.size, dtype=F64)))
         if prior == "one":
             torch.testing.assert_close(root, root.mT)
+
+
+# float32 -----------------------------------------------------------------------------------------------
+
+
+def in_both(
+    structure: str, seed: int, *, noise: float = 1.0, scale: float = 1.0, examples: int = 40, copies: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Output variances of one small network in float32 and in float64, at and beyond its data."""
+    torch.manual_seed(seed)
+    model, (x, y) = mlp(dtype=F32), data(examples, dtype=F32, seed=seed)
+    found = []
+    for dtype in (F32, F64):
+        own, a, b = copy.deepcopy(model).to(dtype), (scale * x).to(dtype), y.to(dtype)
+        batches = [(a.repeat(copies, 1), b.repeat(copies, 1))] * (4 if copies > 1 else 1)
+        posterior = lapis.laplace(own, batches, lapis.Gaussian(noise), structure=structure)
+        found.append(posterior.functional_variance(torch.cat([a, 2 * a, 0.3 * scale - a]), diagonal=True).double())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("structure", "noise", "scale"),
+    [
+        ("dense", 1e-3, 1.0),
+        ("dense", 1e-4, 1.0),
+        ("lowrank", 1e-4, 1.0),
+        ("lowrank", 1.0, 1e4),
+        ("kronecker", 1e-3, 1.0),
+    ],
+)
+def test_float32_variances_are_right_under_little_noise_and_large_inputs(
+    structure: str, noise: float, scale: float, seed: int
+) -> None:
+    found, exact = in_both(structure, seed, noise=noise, scale=scale)
+    torch.testing.assert_close(found, exact, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "ekfac", "dense"])
+def test_float32_variances_are_right_on_few_points_copied_often(structure: str) -> None:
+    found, exact = in_both(structure, 0, examples=5, copies=5000)
+    torch.testing.assert_close(found, exact, rtol=0.01, atol=0)
+
+
+def test_lowrank_from_few_rows_or_from_few_weights_is_the_exact_decomposition() -> None:
+    for examples in (4, 60):  # fewer outputs than weights, and more
+        model, (x, y) = mlp(dtype=F32), data(examples, dtype=F32)
+        posterior = lapis.laplace(model, (x, y), "regression", structure="lowrank", prior=1e-6)
+        exact = lapis.laplace(copy.deepcopy(model).double(), (x.double(), y.double()), "regression", structure="dense")
+        values = torch.linalg.eigvalsh(exact.precision() - torch.eye(exact.n_weights, dtype=F64)).flip(0)
+        (block,) = posterior.curvature.blocks
+        assert len(block.values) == int((values > 1e-8).sum())
+        torch.testing.assert_close(block.values, values[: len(block.values)], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(block.vectors @ block.vectors.mT, torch.eye(len(block.values), dtype=F64))
+
+
+def test_lowrank_says_what_float32_products_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapis.curvature.blocks.lowrank.FEW", 0)
+    (x, y), noise = data(40, dtype=F32), lapis.Gaussian(1e-4)
+    with pytest.warns(lapis.LapisWarning, match=r"lost in torch.float32.*model\.double\(\)"):
+        lapis.laplace(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), (x, y), noise, structure="lowrank")
+
+
+@pytest.mark.parametrize("structure", ["dense", "kronecker"])
+def test_sums_in_float32_that_the_prior_cannot_bear_are_told(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide layers are summed in float32; here every layer counts as wide."""
+    monkeypatch.setattr("lapis.curvature.blocks.gram.EXACT_SIZE", 0)
+    monkeypatch.setattr("lapis.curvature.blocks.kronecker.EXACT_WIDTH", 0)
+    x, y = data(200, dtype=F32)
+    fine = lapis.laplace(mlp(dtype=F32), (x, y), "regression", structure=structure)
+    assert fine.predict(x).f_variance.isfinite().all()
+    poor = fine.with_noise(0.01).with_prior(1e-3)
+    for use in (
+        lambda: poor.with_prior(1e-3).sample(1),
+        lambda: poor.predict(x),
+        lambda: poor.update((x, y)).predict(x),
+    ):
+        with pytest.warns(lapis.LapisWarning, match=r"summed in torch.float32.*model\.double\(\)"):
+            use()
+
+
+def test_a_ggn_that_rounds_to_indefinite_does_not_advise_the_ggn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapis.curvature.blocks.gram.EXACT_SIZE", 0)
+    x, y = data(12, dtype=F32)
+    posterior = lapis.laplace(mlp(dtype=F32), (x, y), lapis.Gaussian(1e-5), structure="dense", prior=1e-6)
+    with pytest.raises(NotPositiveDefiniteError, match=r"after rounding.*model\.double\(\)") as caught:
+        posterior.solve(torch.ones(posterior.n_weights))
+    assert "ggn" not in str(caught.value)
+
+
+# derivatives that do not exist -------------------------------------------------------------------------
+
+
+class Root(nn.Module):
+    """sqrt |x w|: finite everywhere, and without a derivative at x = 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 1, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).abs().sqrt()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_gradients_that_are_not_finite_are_errors(structure: str) -> None:
+    x, y = data(6, 1)
+    bad = x.clone()
+    bad[2] = 0
+    with pytest.raises(LapisError, match="not finite"):
+        lapis.laplace(Root(), (bad, y), "regression", structure=structure).log_evidence()
+    posterior = lapis.laplace(Root(), (x, y), "regression", structure=structure)
+    for use in (posterior.predict, posterior.functional_variance, posterior.functional_covariance):
+        with pytest.raises(ModelError, match="not finite"):
+            use(bad)
+    assert posterior.predict(x).f_variance.isfinite().all()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_hooks_on_weights_do_not_enter_the_jacobian(structure: str) -> None:
+    model, (x, y) = mlp(), data()
+    plain = lapis.laplace(model, (x, y), "regression", structure=structure)
+    handle = model.get_parameter("0.weight").register_hook(lambda g: 3 * g)
+    assert_same(answers(lapis.laplace(model, (x, y), "regression", structure=structure), x), answers(plain, x))
+    assert handle.id in model.get_parameter("0.weight")._backward_hooks  # type: ignore[operator]
+
+
+# evidence and predictions ------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Tuning stopped before it converged:lapis.errors.LapisWarning")
+@pytest.mark.parametrize("structure", ["dense", "diagonal"])
+def test_the_record_of_tuning_is_the_evidence_of_the_result(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where theta* is not unique: here the mode that is found last is another than those of the search."""
+    x, y = data(15, 1)
+    start = lapis.laplace(mlp(2), (x, y), "heteroscedastic", structure=structure).at_tangent_mode((x, y))
+    found = start.tune(max_iterations=2)
+    assert found.tuning is not None
+    torch.testing.assert_close(torch.tensor(found.tuning.log_evidence, dtype=F64), found.log_evidence())
+    original, calls = tuning_by_evidence.at_mode, []
+
+    def elsewhere(posterior: Any, problem: Any, begin: Any = None, *, anywhere: bool = False) -> Any:
+        mode = original(posterior, problem, begin, anywhere=anywhere)
+        calls.append(mode)
+        return replace(mode, tangent=replace(mode.tangent, weights=mode.tangent.weights + 0.1 * len(calls)))
+
+    monkeypatch.setattr(tuning_by_evidence, "at_mode", elsewhere)
+    found = start.tune(max_iterations=2)
+    assert found.tuning is not None
+    torch.testing.assert_close(torch.tensor(found.tuning.log_evidence, dtype=F64), found.log_evidence())
+
+
+def test_covariances_by_inexact_solves_are_positive_semi_definite() -> None:
+    x, y = data(12, 4, dtype=F32)
+    posterior = lapis.laplace(mlp(4, F32), (x, y), lapis.Gaussian(1e-3), structure="implicit", prior=1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lapis.LapisWarning)  # that solves did not converge
+        loose = posterior.with_solver(max_iterations=3)
+        each, joint = loose.functional_variance(x), loose.functional_covariance(x).reshape(48, 48)
+    for matrix in (each.double(), joint.double()):
+        values = torch.linalg.eigvalsh(matrix)
+        assert bool((values[..., 0] >= -1e-6 * values[..., -1]).all())
+
+
+def test_sampled_counts_of_huge_rates_are_infinite_and_not_nan() -> None:
+    latent = LatentSamples(torch.tensor([[0.0, 3.0], [900.0, 3.0], [1000.0, 3.0]], dtype=F64)[..., None, None])
+    found = predict(lapis.Poisson(), latent)
+    for value in (found.mean, found.variance, found.std, *found.interval()):
+        assert not value.isnan().any()
+    small = LatentSamples(torch.randn(50, 4, 1, 2, dtype=F64))
+    rates = small.values.exp()
+    torch.testing.assert_close(predict(lapis.Poisson(), small).mean, rates.mean(0)[:, 0])
+    torch.testing.assert_close(predict(lapis.Poisson(), small).epistemic_variance, rates.var(0, unbiased=False)[:, 0])
+    same = LatentSamples(torch.full((3, 1, 1, 1), 800.0, dtype=F64))
+    assert float(predict(lapis.Poisson(), same).epistemic_variance) == 0
+
+
+# noise -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_noise_for_other_outputs_is_refused_at_once(structure: str) -> None:
+    posterior = lapis.laplace(mlp(), data(), "regression", structure=structure)
+    for noise in (torch.ones(3), torch.ones(1), torch.tensor([1.0, 2.0, 3.0])):
+        with pytest.raises(LapisError, match=r"noise.*2 \(one per output\)"):
+            posterior.with_noise(noise)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_noise_for_each_output_can_be_tuned(structure: str) -> None:
+    x, y = data(40)
+    likelihood = lapis.Gaussian(torch.tensor([0.5, 1.0], dtype=F64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lapis.LapisWarning)  # proportions that lowrank and implicit keep
+        found = lapis.laplace(mlp(), (x, y), likelihood, structure=structure).tune(max_iterations=8)
+    assert found.likelihood.noise is not None
+    assert found.likelihood.noise.shape == (2,)
+
+
+# tiny problems -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+def test_one_example_is_enough(structure: str, kind: str, dtype: torch.dtype) -> None:
+    model, (x, y) = mlp(dtype=dtype), data(1, dtype=dtype)
+    target = y if kind == "regression" else torch.tensor([1])
+    posterior = lapis.laplace(model, (x, target), kind, structure=structure).at_tangent_mode((x, target))
+    exact = lapis.laplace(copy.deepcopy(model).double(), (x.double(), target), kind, structure="dense")
+    exact = exact.at_tangent_mode((x.double(), target))
+    if structure in ("dense", "lowrank"):
+        torch.testing.assert_close(posterior.log_evidence(), exact.log_evidence(), rtol=1e-5, atol=1e-5)
+    assert posterior.predict(x).f_variance.isfinite().all()
+
+
+def test_lowrank_without_a_leading_eigenvalue_is_the_prior() -> None:
+    x, y = data()
+    for dtype in (F32, F64):
+        model = mlp(dtype=dtype)
+        posterior = lapis.laplace(model, (x.to(dtype), y.to(dtype)), "regression", structure="lowrank", prior=1e9)
+        assert len(posterior.curvature.blocks[0].state()["values"]) == 0
+        torch.testing.assert_close(posterior.marginal_variance(), torch.full((32,), 1e-9, dtype=dtype))
+        assert posterior.predict(x.to(dtype)).f_variance.isfinite().all()
+        assert posterior.functional_covariance(x.to(dtype)).isfinite().all()
+        assert posterior.sample(2).isfinite().all()
+        assert posterior.log_evidence().isfinite()
+        at = posterior.at_tangent_mode((x.to(dtype), y.to(dtype)))
+        assert at.log_evidence().isfinite()

@@ -57,10 +57,12 @@ def accumulate(
         block.flush()
         if not block.is_finite():
             raise ModelError(
-                "The curvature overflows",
+                "The curvature is not finite: it overflows, or the network has no derivative at some input",
                 expected=f"finite sums over the data in {network.dtype}",
                 got=f"NaN or infinity for {', '.join(repr(site.label) for site in block.sites[:3])}",
-                do="rescale the inputs (mean 0, standard deviation 1), or use float64: model.double()",
+                do="rescale the inputs (mean 0, standard deviation 1)"
+                + ("" if network.dtype == torch.float64 else ", use float64: model.double()")
+                + ", or leave out inputs at which a root or a norm in the network has no derivative",
             )
 
 

@@ -19,7 +19,7 @@ def add_half_gram(total: Tensor, x: Tensor) -> None:
 
     BLAS has such a product, but torch does not expose it, and another library's threads would fight with torch's.
     """
-    x, width = x.detach(), x.shape[1]
+    x, width = x.detach().to(total.dtype), x.shape[1]
     for start in range(0, width, STRIP):
         stop = min(start + STRIP, width)
         strip = total[start:stop, :stop]
@@ -42,6 +42,15 @@ class Moment:
         self._by_columns = by_columns
         self._recent: Tensor | None = None
         self._terms = 0
+        self.eps = 0.0
+        """Of the least precise dtype of a term, unless that was float64."""
+
+    def rounding(self) -> float:
+        """About the error in eigenvalues of a sum of outer products: see `Gram.rounding`."""
+        if not self.eps:
+            return 0.0
+        known = self._recent if self._total is None and self._recent is not None else self.total
+        return self.eps * self.shape[-1] ** 0.5 * float(known.diagonal(dim1=-2, dim2=-1).max())
 
     def recent(self, dtype: torch.dtype) -> Tensor:
         """The array that the caller adds the next term to, in place."""
@@ -49,6 +58,7 @@ class Moment:
             return self.total
         if self._terms == TERMS_BEFORE_FLOAT64 or (self._recent is not None and self._recent.dtype != dtype):
             self._add_recent()
+        self.eps = max(self.eps, torch.finfo(dtype).eps)
         if self._recent is None:
             device = None if self._total is None else self._total.device
             if self._by_columns:

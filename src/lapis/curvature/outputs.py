@@ -23,6 +23,18 @@ def check_finite(f: Tensor) -> None:
         )
 
 
+def check_spread(spread: Tensor) -> None:
+    """Raise ModelError on NaN or infinity in the (co)variances of outputs, which have one example a row."""
+    if not all_finite(spread):
+        example = int((~torch.isfinite(spread)).flatten(1).any(1).nonzero()[0])
+        raise ModelError(
+            "The variance of the network's outputs is not finite",
+            expected=f"derivatives in the weights that are finite, and variances within {spread.dtype}",
+            got=f"NaN or infinity, first in row {example}",
+            do="leave out inputs at which a root or a norm in the network has no derivative, or rescale the inputs",
+        )
+
+
 def check_width(f: Tensor, outputs: int) -> None:
     """Raise ModelError if the number of outputs C differs from that of the fit; 0 if the fit has not seen any."""
     if outputs and f.shape[-1] != outputs:

@@ -59,8 +59,10 @@ class CountPrediction(Prediction):
     def _moments(self) -> tuple[Tensor, Tensor]:
         """E[e^f] and Var[e^f], each (B, T, C), float64."""
         if isinstance(self.latent, LatentSamples):
-            rates = self.latent.values.double().exp()
-            return rates.mean(0), rates.var(0, unbiased=False)
+            values = self.latent.values.double()
+            top = values.amax(0)
+            rates = (values - top).exp()  # relative to the largest: moments overflow to infinity, not to NaN
+            return (top + rates.mean(0).log()).exp(), (2 * top + rates.var(0, unbiased=False).log()).exp()
         mean, variance = self._gaussian
         # log(e^v - 1) = v + log(1 - e^-v): -inf for v = 0, and overflows only if the result does
         log_excess = variance + (-torch.expm1(-variance)).log()

@@ -65,6 +65,7 @@ class Block(ABC):
         """
         total = weighted([getattr(part, self.summed) for part in parts], weights)
         self.load({**parts[0].state(), self.summed: total})
+        self.inherit(parts)
 
     def add_row(self, row: int, values: Tensor) -> None:
         """Add second derivatives `values` (size,) to one row of the curvature matrix."""
@@ -106,6 +107,13 @@ class Block(ABC):
     def is_finite(self) -> bool:
         """Whether the sums hold no NaN or infinity."""
         return all(all_finite(tensor) for tensor in self.state().values())
+
+    def inherit(self, others: Sequence[Block]) -> None:  # noqa: B027  (most sum in float64, or positive numbers only)
+        """Take over how precisely the blocks that this one's sums come from were summed: see `rounding`."""
+
+    def rounding(self) -> float:
+        """About the error in the curvature's eigenvalues that sums in less than float64 left behind."""
+        return 0.0
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
@@ -149,12 +157,14 @@ class Block(ABC):
         """A copy of a block that is to be combined with others, or is the first of these."""
         copy = self.fresh()
         copy.load({name: tensor.clone() for name, tensor in self.part_state(first).items()})
+        copy.inherit([self])
         return copy
 
     def clone(self) -> Block:
         """A copy that can be added to without changing this block."""
         copy = self.fresh()
         copy.load({name: tensor.clone() for name, tensor in self.state().items()})
+        copy.inherit([self])
         return copy
 
 

@@ -33,12 +33,15 @@ class DenseBlock(Block):
         super().__init__(sites)
         self._gram = Gram([site.size for site in sites])
         self._eigenvalues: Tensor | None = None
+        self.is_hessian = False
+        """Whether second derivatives were added, which need not be positive."""
 
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
         self._gram.add(contributions)
 
     def add_row(self, row: int, values: Tensor) -> None:
         self.curvature[row] += values
+        self.is_hessian = True
 
     def flush(self) -> None:
         self._gram.flush()
@@ -104,6 +107,13 @@ class DenseBlock(Block):
         rows = self.few_rows  # else the diagonal, which bounds every entry of a positive semi-definite matrix
         return all_finite(self.lower.diagonal() if rows is None else rows)
 
+    def inherit(self, others: Sequence[Block]) -> None:
+        self._gram.eps = max(other._gram.eps for other in others if isinstance(other, DenseBlock))
+        self.is_hessian = any(other.is_hessian for other in others if isinstance(other, DenseBlock))
+
+    def rounding(self) -> float:
+        return self._gram.rounding
+
     def state(self) -> dict[str, Tensor]:
         return {"curvature": self.curvature}
 
@@ -139,11 +149,16 @@ class DenseGaussian(BlockGaussian):
                     values = self.scale * self.block.eigenvalues()
                     lowest, rounding = float(values[0]), len(values) * torch.finfo(values.dtype).eps * float(values[-1])
                     least = max(-lowest, rounding)
+                remedy = 'use curvature="ggn", train to a minimum, or'
+                if not self.block.is_hessian:
+                    narrow = self.block.rounding() > 0
+                    remedy = "sum in float64: model.double(), or use" if narrow else "rescale the inputs, or use"
                 raise NotPositiveDefiniteError(
-                    "The posterior precision is not positive definite",
+                    "The posterior precision is not positive definite"
+                    + ("" if self.block.is_hessian else " after rounding"),
                     expected="curvature + prior with positive eigenvalues",
-                    got=f"curvature whose smallest eigenvalue is {lowest:.3g}",
-                    do=f'use curvature="ggn", train to a minimum, or a prior precision above {least:.3g}',
+                    got=f"curvature with eigenvalues from {lowest:.3g} to {float(values[-1]):.3g}",
+                    do=f"{remedy} a prior precision above {least:.3g}",
                 )
             self._factor = upper.mT
         return self._factor

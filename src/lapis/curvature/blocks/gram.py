@@ -35,6 +35,9 @@ FEWEST_ROWS, MOST_ROWS = 1024, 8192
 FEW_ROWS = 0.5
 """Up to this many rows in all, as a fraction of the weights, the rows are kept and the matrix is formed on demand."""
 
+EXACT_SIZE = 1024
+"""Up to this many weights, rows are multiplied in float64; so are kept rows. See `Gram.rounding`."""
+
 INNER_COST = 4
 """Time of a multiplication in the inner sums, small products for each example, relative to one in the outer sum."""
 
@@ -115,6 +118,8 @@ class Gram:
         self._proofs = Proofs()
         self._proven: set[Hashable] = set()
         """Sizes of factored sites whose products by factors were seen to agree with products of rows."""
+        self.eps = 0.0
+        """Of the least precise dtype in which rows were multiplied, unless that was float64."""
         self._is_zero = self._mirrored = True
 
     def _zeros(self, device: torch.device) -> Tensor:
@@ -137,6 +142,8 @@ class Gram:
         """Buffer this batch; multiply what is buffered first if it would overflow."""
         factors = {site: found for site, each in enumerate(contributions) if (found := self._factors(each)) is not None}
         rows = [each.rows().detach() for site, each in enumerate(contributions) if site not in factors]
+        if self.size <= EXACT_SIZE:
+            rows = [part.double() for part in rows]
         some = rows[0] if rows else next(iter(factors.values())).g.permute(3, 0, 1, 2)
         seeds, batch = some.shape[:2]
         capacity = max(FEWEST_ROWS, min(self.size, MOST_ROWS), seeds * batch)
@@ -158,8 +165,9 @@ class Gram:
         found = _factors(contribution)
         if found is None:
             return None
-        proven = self._proofs.holds(FACTORED_PRODUCTS, found.key, lambda: found.agrees(contribution))
-        return found if proven else None
+        if not self._proofs.holds(FACTORED_PRODUCTS, found.key, lambda: found.agrees(contribution)):
+            return None
+        return _Factors(found.g.double(), found.a.double()) if self.size <= EXACT_SIZE else found
 
     def flush(self) -> None:
         """Multiply what is buffered unless all rows are few, and free the buffer's spare memory."""
@@ -167,7 +175,7 @@ class Gram:
             self._multiply()
         rows = [part.whole(self._spans) for part in self._parts]
         self._buffer = torch.empty(0, 0)
-        self._parts = [_Part(torch.cat(rows)[:, None], {})] if rows else []
+        self._parts = [_Part(torch.cat(rows)[:, None].double(), {})] if rows else []
 
     def load(self, matrix: Tensor) -> None:
         """Replace the sum by this matrix."""
@@ -185,7 +193,16 @@ class Gram:
     def rows(self) -> Tensor | None:
         """After a flush: all rows so far, float64 (n, size), if they are few beside the weights; else None."""
         with _forming:
-            return self._parts[0].rows[:, 0].double() if self._is_zero and self._parts else None
+            return self._parts[0].rows[:, 0] if self._is_zero and self._parts else None
+
+    @property
+    def rounding(self) -> float:
+        """About the error in eigenvalues of the sum: eps * sqrt(size) * its largest diagonal entry; 0 in float64.
+
+        Rows that are exact to eps and multiplied in float64 give the Gram matrix of a matrix near J, whose eigenvalues
+        are right down to eps^2 of the largest. Products in float32 lose all below eps of it.
+        """
+        return self.eps * self.size**0.5 * float(self.lower.diagonal().max()) if self.eps else 0.0
 
     @property
     def lower(self) -> Tensor:
@@ -211,6 +228,8 @@ class Gram:
         if not self._parts:
             return
         first = self._parts[0].factors
+        dtype = self._parts[0].rows.dtype
+        self.eps = max(self.eps, 0.0 if dtype == torch.float64 else torch.finfo(dtype).eps)
         sizes = tuple(sorted((site, factors.a.shape[1:], factors.g.shape[2]) for site, factors in first.items()))
         if first and FACTORED_PRODUCTS in self._proofs.refused:
             self._add_unfactored()

@@ -26,6 +26,9 @@ from lapis.curvature.recording.sites import Site
 from lapis.errors import ModelError, PriorError
 from lapis.priors import WeightPrior
 
+EXACT_WIDTH = 64
+"""Factors of up to this many rows are summed in float64 where a layer acts once an example: it takes little time."""
+
 
 class KroneckerBlock(Block):
     """Sums behind A (K, I, I), or its diagonal (V,) for look-ups, and G (K, O, O), one pair for each of K groups.
@@ -70,9 +73,26 @@ class KroneckerBlock(Block):
         if isinstance(contribution, Outer) and self.sharing == "reduce":
             contribution = contribution.reduced()  # look-ups always expand: a mean input would fill a V x V matrix
         if first:
-            contribution.add_input_moment(self._inputs.recent(dtype))
+            exact = self._exact(contribution, self._inputs.shape[-1])
+            contribution.add_input_moment(self._inputs.recent(torch.float64 if exact else dtype))
             self.positions += contribution.positions
-        contribution.add_gradient_moment(self._gradients.recent(dtype))
+        exact = self._exact(contribution, self._gradients.shape[-1])
+        contribution.add_gradient_moment(self._gradients.recent(torch.float64 if exact else dtype))
+
+    @staticmethod
+    def _exact(contribution: Contribution, width: int) -> bool:
+        return isinstance(contribution, Outer) and contribution.g.shape[3] == 1 and width <= EXACT_WIDTH
+
+    def inherit(self, others: Sequence[Block]) -> None:
+        known = [other for other in others if isinstance(other, KroneckerBlock)]
+        self._inputs.eps = max(other._inputs.eps for other in known)
+        self._gradients.eps = max(other._gradients.eps for other in known)
+
+    def rounding(self) -> float:
+        # of G (x) A: the error of each factor times the largest eigenvalue of the other
+        values_g, _, values_a, _ = self._decomposed()
+        of_inputs = 0.0 if self.site.kind == "lookup" else self._inputs.rounding() / max(1.0, float(self.positions))
+        return of_inputs * float(values_g.max()) + self._gradients.rounding() * float(values_a.max())
 
     def _refuse(self, contribution: Rows) -> None:
         """Raise an error if a batch uses the weights without Kronecker factors; one that does not use them is fine."""

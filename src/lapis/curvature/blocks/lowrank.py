@@ -39,6 +39,12 @@ TOLERANCE_POWER = 0.75
 TINY = 1e-300
 """The smallest threshold for eigenvalues: those of a rank-deficient GGN that are zero are never asked for."""
 
+FEW = 512
+"""Up to this many rows or columns of its root S^T J, a GGN in less than float64 is decomposed from that root."""
+
+ROOT_FLOOR = 1e-12
+"""Smallest eigenvalue, relative to the largest, that a root with entries exact to float32's eps determines."""
+
 MARGIN = 1e-6
 """By this fraction an eigenvalue must exceed the smallest kept one to replace it."""
 
@@ -220,11 +226,13 @@ class Leading:
 
 
 class Products(Protocol):
-    """A curvature through its products with vectors (k, P), of rank at most `rows`."""
+    """A curvature R^T R through its products with vectors (k, P), and those of its root R (rows, P)."""
 
     @property
     def rows(self) -> int: ...
     def product(self, vectors: Tensor) -> Tensor: ...
+    def root(self, vectors: Tensor) -> Tensor: ...
+    def root_transposed(self, rows: Tensor) -> Tensor: ...
 
 
 def load_leading(
@@ -239,15 +247,20 @@ def load_leading(
     progress: bool | None,
 ) -> Leading:
     """Fill the block with the leading eigenpairs of a curvature: see `leading_eigenpairs`."""
-    found = leading_eigenpairs(
-        Operator(products.product, network.size, network.dtype, network.device, "symmetric"),
-        rank=rank,
-        threshold=threshold,
-        bound=products.rows,
-        memory_budget=memory_budget,
-        generator=generator,
-        progress=progress,
-    )
+    few = min(products.rows, network.size)
+    in_memory = 32 * products.rows * network.size <= memory_budget
+    if network.dtype != torch.float64 and few <= FEW and in_memory:
+        found = _of_root(products, network, rank, threshold, memory_budget)
+    else:
+        found = leading_eigenpairs(
+            Operator(products.product, network.size, network.dtype, network.device, "symmetric"),
+            rank=rank,
+            threshold=threshold,
+            bound=products.rows,
+            memory_budget=memory_budget,
+            generator=generator,
+            progress=progress,
+        )
     ordered = torch.cat([site.gather(found.vectors, network).flatten(1) for site in block.sites], 1)
     block.load({"values": found.values, "vectors": ordered})
     if not found.converged:
@@ -258,6 +271,27 @@ def load_leading(
             stacklevel=5,
         )
     return found
+
+
+def _of_root(products: Products, network: Network, rank: int | None, threshold: float, memory_budget: int) -> Leading:
+    """As `leading_eigenpairs`, from the root R (M, P) of the GGN and in float64: R R^T, or R^T R if that is smaller.
+
+    Products in float32 are exact to eps times the largest eigenvalue, and smaller ones drown; the entries of R are
+    exact to eps of themselves.
+    """
+    by_rows = products.rows <= network.size
+    unit = torch.eye(min(products.rows, network.size), dtype=network.dtype, device=network.device)
+    step = max(1, memory_budget // (64 * network.size))
+    parts = [products.root_transposed(some) if by_rows else products.root(some) for some in torch.split(unit, step)]
+    root = torch.cat(parts).double()  # R, or R^T
+    values, vectors = (found.flip(-1) for found in torch.linalg.eigh(root @ root.mT))
+    kept = values > max(ROOT_FLOOR * float(values[0]), threshold if rank is None else 0.0, TINY)
+    count = min(int(kept.sum()), len(values) if rank is None else rank)
+    values, vectors = values[:count], vectors[:, :count].mT
+    if by_rows:
+        vectors = (vectors @ root) / values.sqrt()[:, None]
+    note = f"rank {count}" + (f": eigenvalues of the GGN above {threshold:.3g}" if rank is None else "")
+    return Leading(values, vectors, note, True)
 
 
 def leading_eigenpairs(
@@ -291,7 +325,7 @@ def leading_eigenpairs(
     most = min(operator.size, bound, fits, MOST_ADAPTIVE if rank is None else rank)
     values = torch.zeros(0, dtype=torch.float64, device=operator.device)
     vectors = torch.zeros(0, operator.size, dtype=operator.dtype, device=operator.device)
-    converged = True
+    converged, floor = True, 0.0
     while len(values) < operator.size:
         full = len(values) >= most
         found = lanczos_eigenpairs(
@@ -312,6 +346,13 @@ def leading_eigenpairs(
         converged = converged and bool(found.converged[fresh].all())
         values, order = torch.cat([values, found.values[fresh]]).sort(descending=True)
         vectors = torch.linalg.qr(torch.cat([vectors, found.vectors[fresh]]).mT).Q.mT[order]
+    if len(values) < most and floor > 10 * threshold and operator.dtype != torch.float64:
+        warnings.warn(
+            f"Eigenvalues of the GGN below {floor:.2g} are lost in {operator.dtype}, and were asked for down to "
+            f"{threshold:.2g}: variances can be too large. Fit in float64: model.double().",
+            LapisWarning,
+            stacklevel=6,
+        )
     kept = most if rank is not None or len(values) > most else int((values >= threshold).sum())
     values, vectors = values[:kept], vectors[:kept]
     note = f"rank {len(values)}"

@@ -269,7 +269,9 @@ class LaplaceFamily(Refinable):
 
     def with_noise(self: Self, noise: float | Tensor) -> Self:
         """The posterior under another Gaussian noise (standard deviation); no pass over data."""
-        changed = self._changed(likelihood=self.likelihood.with_noise(noise))
+        likelihood = self.likelihood.with_noise(noise)
+        likelihood.check_outputs(torch.empty(1, 1, self.n_outputs))
+        changed = self._changed(likelihood=likelihood)
         changed.scale  # noqa: B018  (raises here, not at first use, if the noise has other proportions)
         return changed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.curvature.recording.sites import Plan
 from lapis.curvature.sums import MOST_APART, Curvature
 from lapis.curvature.tape import ExampleBytes, Tape
-from lapis.errors import MemoryBudgetError, OptionError
+from lapis.errors import LapisWarning, MemoryBudgetError, OptionError
 from lapis.evidence import Training
 from lapis.likelihoods import Gaussian, Likelihood
 from lapis.network import Network, full_precision
@@ -38,6 +39,9 @@ from lapis.posteriors.same_data import same_batches
 from lapis.predictions import LatentGaussian
 from lapis.priors import WeightPrior
 from lapis.schema import optional, under, word, wrong
+
+ROUNDED = 0.1
+"""A warning says so where rounding errors of the curvature exceed this fraction of the smallest prior precision."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -70,6 +74,21 @@ class LaplacePosterior(LaplaceFamily):
             return self.gaussians
         pairs = zip(self.gaussians, self.curvature.blocks, strict=True)
         return [ScaledGaussian(gaussian, self.width, block.size) for gaussian, block in pairs]
+
+    @cached_property
+    def _trusted(self) -> list[BlockGaussian]:
+        """`widened`, with a warning where the curvature was summed in too few digits for its prior."""
+        error = float(self.scale.detach()) * max(block.rounding() for block in self.curvature.blocks)
+        smallest = float(self.weight_prior.precision.detach().min())
+        if error > ROUNDED * smallest:
+            warnings.warn(
+                f"The curvature was summed in {self.network.dtype}, which rounds its eigenvalues by about {error:.2g}; "
+                f"the prior's precision is {smallest:.2g}. Variances of weights that the data hardly determine are too "
+                "small or too large by that ratio. Fit in float64 (model.double()), or scale inputs and noise.",
+                LapisWarning,
+                stacklevel=4,
+            )
+        return self.widened
 
     def spectrum(self) -> GroupedSpectrum | None:
         """Eigenvalues of the curvature by prior group; None where they do not determine the log-determinant."""
@@ -110,7 +129,7 @@ class LaplacePosterior(LaplaceFamily):
         noise = torch.stack([white_noise(self.network, source) for _ in range(samples)])
         parts = torch.split(noise, [block.size for block in self.curvature.blocks], -1)
         with full_precision(self.network.device):
-            draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self.widened, parts, strict=True)]
+            draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self._trusted, parts, strict=True)]
         return self._to_flat(draws).add_(self.mean)
 
     def _squared_distance(self, deviations: Tensor) -> Tensor:
@@ -119,7 +138,7 @@ class LaplacePosterior(LaplaceFamily):
 
     def marginal_variance(self) -> Tensor:
         """Variance of each weight, (P,)."""
-        return self._to_flat([gaussian.variance() for gaussian in self.widened]).to(self.mean.dtype)
+        return self._to_flat([gaussian.variance() for gaussian in self._trusted]).to(self.mean.dtype)
 
     def precision(self) -> Tensor:
         """The whole precision matrix (P, P), float64: for checking, on small networks."""
@@ -313,11 +332,11 @@ class LaplacePosterior(LaplaceFamily):
         """Draws whose wide matrices are not formed (see `DrawnNetwork`)."""
         if self.network.indices:  # parameters chosen in part would have to be reassembled for every draw
             return None
-        drawn = DrawnNetwork(self.network, self.curvature.blocks, self.widened, self.mean, inputs)
+        drawn = DrawnNetwork(self.network, self.curvature.blocks, self._trusted, self.mean, inputs)
         return (drawn.draw(generator) for _ in range(samples))
 
     def _outputs(self, inputs: Inputs, kind: LatentKind) -> LatentGaussian:
-        return linearised(self.network, self.curvature, self.widened, inputs, kind, self.facts.memory_budget)
+        return linearised(self.network, self.curvature, self._trusted, inputs, kind, self.facts.memory_budget)
 
     # files -----------------------------------------------------------------------------------------
 

@@ -80,8 +80,9 @@ def maximised(
         tolerance=tolerance,
     )
     found, raised = _factorised(candidate, best, count)
+    if raised > 1 or found.tangent is not None:  # theta* is solved for again, and need not be unique
+        tuning = replace(tuning, log_evidence=float(found.log_evidence().detach()))
     if raised > 1:
-        tuning = replace(tuning, log_evidence=float(found.log_evidence()))
         what = f"They were raised by a factor of {raised:.3g}" if math.isfinite(raised) else "Nor can it at any larger"
         messages.append(
             "At the prior precisions that the evidence asks for, the posterior cannot be factorised in float64. "

@@ -17,7 +17,7 @@ from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.backward.record import Record
 from lapis.curvature.backward.seeds import position_seeds, unit_factor
 from lapis.curvature.blocks.block import BlockGaussian
-from lapis.curvature.outputs import check_outputs, check_width
+from lapis.curvature.outputs import check_outputs, check_spread, check_width
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.curvature.sums import Curvature
 from lapis.curvature.working_memory import WORK_BYTES, examples_at_once
@@ -70,6 +70,7 @@ def linearised(
 
 def _latent(mean: Tensor, spread: Tensor, kind: LatentKind, raw_shape: tuple[int, ...]) -> LatentGaussian:
     """Outputs (B, T, C) with `spread`: variances (B, T, C), covariances (B, T, C, C), or joint (B T C, B T C)."""
+    check_spread(spread)
     if kind == "joint":
         return LatentGaussian(mean, spread.diagonal().reshape(mean.shape), None, spread, raw_shape)
     if kind == "diagonal":
@@ -124,15 +125,16 @@ def by_solves(
     if kind == "joint":
         check_joint(mean, memory_budget, 8 * mean.numel() * network.size)
         rows = torch.cat([_gradients(jacobian.of_batches(i)) for i in range(length)])
-        joint = _symmetric(rows.double() @ solve(rows).mT).to(network.dtype)
+        joint = _semidefinite(rows.double() @ solve(rows).mT, network.dtype)
         return _latent(mean, joint, kind, shape)
     parts = []
     at_once = max(1, memory_budget // (32 * network.size * positions * outputs))
     for first in range(0, length, at_once):
         rows = torch.stack([_gradients(jacobian.of_batches(i)) for i in range(first, min(first + at_once, length))])
-        parts.append(_symmetric(rows.double() @ solve(rows.flatten(0, 1)).reshape(rows.shape).mT))
+        solved = solve(rows.flatten(0, 1)).reshape(rows.shape)
+        parts.append(_semidefinite(rows.double() @ solved.mT, network.dtype))
     whole = torch.cat(parts).reshape(length, positions, outputs, positions, outputs)
-    covariance = whole.diagonal(dim1=1, dim2=3).movedim(-1, 1).to(network.dtype)
+    covariance = whole.diagonal(dim1=1, dim2=3).movedim(-1, 1)
     return _latent(mean, covariance.diagonal(dim1=-2, dim2=-1) if kind == "diagonal" else covariance, kind, shape)
 
 
@@ -197,12 +199,19 @@ def _gradients(jacobian: Jacobian) -> Tensor:
     """J of one example, (T C, P), in the network's dtype."""
     f = jacobian.outputs[0]
     seeds = torch.eye(f.numel(), dtype=jacobian.network.dtype, device=f.device)
-    return jacobian.backward([seeds.reshape(f.numel(), *f.shape)])
+    found = jacobian.backward([seeds.reshape(f.numel(), *f.shape)])
+    check_spread(found)
+    return found
 
 
-def _symmetric(matrix: Tensor) -> Tensor:
-    """The symmetric part: solves leave a matrix that is only nearly symmetric."""
-    return 0.5 * (matrix + matrix.mT)
+def _semidefinite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest covariance matrices that `dtype` can hold: solves leave matrices (..., n, n) that are nearly ones."""
+    matrix = 0.5 * (matrix + matrix.mT)
+    if not bool(torch.linalg.cholesky_ex(matrix).info.any()):
+        return matrix.to(dtype)
+    values, vectors = torch.linalg.eigh(matrix)
+    floor = torch.finfo(dtype).eps * values[..., -1:].clamp(min=0)  # beside rounding to dtype
+    return ((vectors * torch.maximum(values, floor)[..., None, :]) @ vectors.mT).to(dtype)
 
 
 def check_joint(mean: Tensor, memory_budget: int, more: int = 0) -> None:
