@@ -351,7 +351,8 @@ def test_sums_in_float32_that_the_prior_cannot_bear_are_told(structure: str, mon
 def test_a_ggn_that_rounds_to_indefinite_does_not_advise_the_ggn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lapis.curvature.blocks.gram.EXACT_SIZE", 0)
     x, y = data(12, dtype=F32)
-    posterior = lapis.laplace(mlp(dtype=F32), (x, y), lapis.Gaussian(1e-5), structure="dense", prior=1e-6)
+    twice = (x.repeat(2, 1), y.repeat(2, 1))  # 24 rows an output, of rank 12
+    posterior = lapis.laplace(mlp(dtype=F32), twice, lapis.Gaussian(1e-5), structure="dense", prior=1e-6)
     with pytest.raises(NotPositiveDefiniteError, match=r"after rounding.*model\.double\(\)") as caught:
         posterior.solve(torch.ones(posterior.n_weights))
     assert "ggn" not in str(caught.value)
