@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -50,7 +51,7 @@ class Moment:
         if not self.eps:
             return 0.0
         known = self._recent if self._total is None and self._recent is not None else self.total
-        return self.eps * self.shape[-1] ** 0.5 * float(known.diagonal(dim1=-2, dim2=-1).max())
+        return self.eps * math.sqrt(self.shape[-1]) * float(known.diagonal(dim1=-2, dim2=-1).max())
 
     def recent(self, dtype: torch.dtype) -> Tensor:
         """The array that the caller adds the next term to, in place."""

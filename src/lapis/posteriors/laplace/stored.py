@@ -82,9 +82,8 @@ class LaplacePosterior(LaplaceFamily):
         smallest = float(self.weight_prior.precision.detach().min())
         if error > ROUNDED * smallest:
             warnings.warn(
-                f"The curvature was summed in {self.network.dtype}, which rounds its eigenvalues by about {error:.2g}; "
-                f"the prior's precision is {smallest:.2g}. Variances of weights that the data hardly determine are too "
-                "small or too large by that ratio. Fit in float64 (model.double()), or scale inputs and noise.",
+                f"The curvature was summed in {self.network.dtype}, which rounds its eigenvalues by about {error:.2g}, for "
+                f"a prior precision of {smallest:.2g}: variances are off by that ratio. Fit in float64: model.double().",
                 LapisWarning,
                 stacklevel=4,
             )

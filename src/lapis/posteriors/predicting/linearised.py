@@ -211,7 +211,8 @@ def _semidefinite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         return matrix.to(dtype)
     values, vectors = torch.linalg.eigh(matrix)
     floor = torch.finfo(dtype).eps * values[..., -1:].clamp(min=0)  # beside rounding to dtype
-    return ((vectors * torch.maximum(values, floor)[..., None, :]) @ vectors.mT).to(dtype)
+    nearest: Tensor = (vectors * torch.maximum(values, floor)[..., None, :]) @ vectors.mT
+    return nearest.to(dtype)
 
 
 def check_joint(mean: Tensor, memory_budget: int, more: int = 0) -> None:
