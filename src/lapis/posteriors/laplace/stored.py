@@ -82,8 +82,8 @@ class LaplacePosterior(LaplaceFamily):
         smallest = float(self.weight_prior.precision.detach().min())
         if error > ROUNDED * smallest:
             warnings.warn(
-                f"The curvature was summed in {self.network.dtype}, which rounds its eigenvalues by about {error:.2g}, for "
-                f"a prior precision of {smallest:.2g}: variances are off by that ratio. Fit in float64: model.double().",
+                f"The curvature was summed in {self.network.dtype}, with errors of {error:.2g} in its eigenvalues, for "
+                f"a prior precision of {smallest:.2g}: variances can be off by that ratio. Use model.double().",
                 LapisWarning,
                 stacklevel=4,
             )
