@@ -1,8 +1,9 @@
 """A torch module as a function of its chosen weights: their choice and order, calls, and restoring the module after."""
 
 from lapis.network.choice import Weights
+from lapis.network.flat import flat_gradient, split_vector
 from lapis.network.held import held
-from lapis.network.network import Network, flat_gradient, split_vector
+from lapis.network.network import Network
 from lapis.network.untouched import differentiating, evaluating, full_precision, restored_modes
 
 __all__ = [

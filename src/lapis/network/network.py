@@ -19,6 +19,7 @@ from lapis.batches import Inputs, all_finite, describe
 from lapis.errors import DataError, ModelError, OptionError
 from lapis.hashing import hash_tensors
 from lapis.network.choice import Weights, choose
+from lapis.network.flat import check_in_memory, flat_gradient, split_vector
 from lapis.network.held import held
 from lapis.network.last_layer import last_layer
 from lapis.network.untouched import (
@@ -107,7 +108,8 @@ class Network:
                 got=", ".join(sorted(map(str, mixed))),
                 do="move the network with .to(...)",
             )
-        self._check_device()
+        for name, tensor in self._state():
+            check_in_memory(name, tensor)
         self.check_finite()
 
     # which weights ---------------------------------------------------------------------------------
@@ -318,17 +320,6 @@ class Network:
 
     # checks ----------------------------------------------------------------------------------------
 
-    def _check_device(self) -> None:
-        """Raise ModelError on a parameter or buffer without values."""
-        for name, tensor in self._state():
-            if tensor.is_meta:
-                raise ModelError(
-                    f"The network's {name!r} has no values",
-                    expected="weights and buffers in memory",
-                    got="a tensor on the meta device",
-                    do='load the weights: model.to_empty(device="cpu"), then model.load_state_dict(...)',
-                )
-
     def check_finite(self) -> None:
         """Raise ModelError on NaN or infinity in a parameter or buffer, with its name."""
         for name, tensor in self._state():
@@ -393,31 +384,6 @@ class Network:
 def _add_to_digest(digest: Any, name: str, tensor: Tensor) -> None:
     digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
     digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def flat_gradient(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-    """Autograd's gradients of `parameters` as one vector: zero for unused parameters, dense for sparse gradients."""
-    parts = [
-        torch.zeros_like(p) if g is None else g.to_dense() if g.layout == torch.sparse_coo else g
-        for g, p in zip(gradients, parameters, strict=True)
-    ]
-    return torch.cat([part.reshape(-1) for part in parts])
-
-
-def split_vector(vector: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """A vector (P,) cut into tensors of the given shapes, in order."""
-    sizes = [int(torch.Size(shape).numel()) for shape in shapes.values()]
-    if vector.dim() != 1 or vector.numel() != sum(sizes):
-        raise DataError(
-            "The vector does not fit the weights",
-            expected=f"shape ({sum(sizes)},)",
-            got=str(tuple(vector.shape)),
-            do="pass one weight vector, or a stack (n, P) of them",
-        )
-    return {
-        name: part.reshape(shape)
-        for (name, shape), part in zip(shapes.items(), torch.split(vector, sizes), strict=True)
-    }
 
 
 def _first_line(error: Exception) -> str:
