@@ -6,6 +6,7 @@ import copy
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lapis
+from lapis.posteriors import stacking
 from lapis.posteriors.stacking import stacked_weights
 from untouched import untouched
 
@@ -141,6 +143,15 @@ def test_stacking_is_optimal_to_its_tolerance() -> None:
     torch.testing.assert_close(stacked_weights(alone)[0], torch.tensor([2 / 3, 1 / 3], dtype=F64))
     with pytest.raises(lapis.DataError, match="example 1"):
         stacked_weights(torch.tensor([[0.0, 0.0], [-math.inf, -math.inf]], dtype=F64))
+
+
+def test_stacking_goes_on_by_em_where_the_first_search_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    log_probs = torch.randn(200, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+    best, _ = stacked_weights(log_probs)
+    monkeypatch.setattr(stacking, "minimize", lambda loss, start, **_: SimpleNamespace(x=start * math.nan))
+    weights, gap = stacked_weights(log_probs)
+    assert gap < 1e-6
+    torch.testing.assert_close(weights, best, rtol=1e-3, atol=1e-3)
 
 
 def test_stacking_learns_from_held_out_data() -> None:
