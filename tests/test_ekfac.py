@@ -21,7 +21,6 @@ import lapis
 import reference
 from cases import CASES, F64, take
 from eigenbases import assert_defined, bases_of, by_definition, curvature_in, exact_of, relative_error
-from lapis.curvature import accumulate
 from lapis.curvature.blocks import ekfac
 from lapis.errors import DataError, ModelError
 
@@ -78,7 +77,7 @@ def test_float32_is_close_to_float64(name: str) -> None:
 def test_cutting_the_work_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed by seed, and example by example both in a pass and where the Jacobian is rotated."""
     monkeypatch.setattr(ekfac, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(accumulate, "WORK_BYTES", 1)
+    monkeypatch.setattr("lapis.curvature.budget.WORK_BYTES", 1)
     assert_defined(fit(name), name)
 
 

@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused_before_allocating(tied: bool) -> None:
     implicit = lapis.laplace(model, (x, y), "classification", structure="implicit", **options)
     with pytest.raises(MemoryBudgetError, match=r"bytes.*draw"):
         implicit.predict(x)
-    with pytest.raises(MemoryBudgetError, match=r"bytes.*batch"):
+    with pytest.raises(MemoryBudgetError, match=r"bytes.*kronecker"):
         implicit.sample()
 
 
@@ -81,7 +81,7 @@ def test_exact_curvature_of_many_outputs_is_summed_in_parts_that_fit(monkeypatch
     seen: list[int] = []
     factor = lapis.Categorical.factor
     monkeypatch.setattr(lapis.Categorical, "factor", lambda self, f, y: (seen.append(len(f)), factor(self, f, y))[1])
-    monkeypatch.setattr("lapis.curvature.accumulate.WORK_BYTES", 2 * 153_600)
+    monkeypatch.setattr("lapis.curvature.budget.WORK_BYTES", 2 * 153_600)
     parts = lapis.laplace(
         model, (x, y), "classification", weights="last_layer", structure="diagonal", curvature="exact"
     )

@@ -14,12 +14,12 @@ from lapis.batches import Batch, digest, naming
 from lapis.curvature.backward.contributions import one_seed
 from lapis.curvature.backward.record import Record
 from lapis.curvature.backward.seeds import curvature_seeds, position_seeds
+from lapis.curvature.budget import work_bytes
 from lapis.curvature.hessian import add_hessian, twice_differentiable
 from lapis.curvature.outputs import FACTOR_COPIES, check_width
 from lapis.curvature.sums import Curvature
 from lapis.curvature.working_memory import (
     COLLECTED_SEEDS,
-    WORK_BYTES,
     examples_with_all_seeds,
     part_length,
     seeds_at_once,
@@ -42,7 +42,7 @@ def accumulate(
     progress: bool | None,
 ) -> None:
     """Add a pass over a stream of batches, `total` of them if known, to `curvature`."""
-    work = min(WORK_BYTES, memory_budget)
+    work = work_bytes(memory_budget)
     with network.prepared():
         for batch in track(stream, "curvature", total, progress):
             for part in batch.split(min(part_length(curvature, work), _with_factors(curvature, work))):
@@ -75,7 +75,7 @@ def accumulate_factors(
     progress: bool | None,
 ) -> None:
     """Add sum_n J_n^T S_n S_n^T J_n of batches with given factors S (B, T, C, R), instead of the likelihood's own."""
-    work = min(WORK_BYTES, memory_budget)
+    work = work_bytes(memory_budget)
     with network.prepared():
         for batch, factor in track(parts, "curvature", len(parts), progress):
             start = 0

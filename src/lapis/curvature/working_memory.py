@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from lapis.curvature.sums import Curvature
 
-WORK_BYTES = 64 * 2**20
-"""Target for the working memory of one pass, if the budget allows it."""
-
 COLLECTED_SEEDS = 3
 """Where seeds are backpropagated one by one (networks with convolutions), this many are collected and multiplied by the
 layer inputs together: fewer, wider products at the cost of memory.
@@ -29,14 +26,29 @@ def _bytes(curvature: Curvature, *, summing: bool, keep_inputs: bool = True) -> 
     if keep_inputs and curvature.forms_jacobian:
         inputs = sizes.inputs
     # layer outputs, before and after activations, take about as much memory as the gradients
-    row = curvature.row_length * curvature.tape.network.dtype.itemsize
-    return 2 * (inputs + sizes.gradients), sizes.gradients + row
+    itemsize = curvature.tape.network.dtype.itemsize
+    seed = curvature.positions * curvature.outputs * itemsize if curvature.positions > 1 else 0
+    return 2 * (inputs + sizes.gradients), sizes.gradients + seed + curvature.row_length * itemsize
 
 
 def examples_at_once(curvature: Curvature, seeds: int, work: int, *, summing: bool = False) -> int:
     """How many examples fit in `work` bytes with `seeds` seeds each; for `summing` see `_bytes`."""
     fixed, each = _bytes(curvature, summing=summing)
     return max(1, work // max(1, fixed + seeds * each))
+
+
+def predicted_at_once(curvature: Curvature, full: bool, work: int) -> int:
+    """How many examples fit in `work` bytes while (co)variances of their outputs are computed.
+
+    Gradients are in memory twice, themselves and multiplied by the covariance; rows over all weights of a block, which
+    are factorised in float64, more often; covariances of an example's outputs (`full`) for a block and their sum.
+    """
+    outputs, itemsize = curvature.outputs, curvature.tape.network.dtype.itemsize
+    fixed, each = _bytes(curvature, summing=False)
+    each += curvature.row_length * (itemsize + 8)
+    covariances = 2 * outputs**2 * (itemsize + (8 if curvature.row_length else 0)) if full else 0
+    held = curvature.positions * outputs * (outputs if full else 1) * itemsize
+    return max(1, work // max(1, fixed + 2 * outputs * each + covariances + held))
 
 
 def seeds_at_once(curvature: Curvature, examples: int, work: int) -> int:

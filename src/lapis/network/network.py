@@ -55,8 +55,8 @@ class Network:
         """A few inputs, for properties that only a forward pass reveals."""
         self.signature: str | None = None
         """Shapes and dtypes of inputs that are known to work, for error messages."""
-        self.example_bytes: dict[str, int] = {}
-        """What the graph of one example holds, by the example's shapes, where it was measured."""
+        self.example_bytes: dict[str, tuple[int, int]] = {}
+        """Bytes that the graph of one example holds, and of its output, by the example's shapes, where measured."""
         self.proofs = Proofs()
         """Records which shortcuts agree with the plain computation on this network."""
         self._prepared = False

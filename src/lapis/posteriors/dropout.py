@@ -115,7 +115,7 @@ class DropoutPosterior(WeightPosterior):
         held = self.network.example_bytes.get(describe(take(inputs, 0, 1)))
         if held is None or None in plan.layouts:
             return 1
-        return max(1, SMALL_RUN // (held * batch_length(inputs)))
+        return max(1, SMALL_RUN // (sum(held) * batch_length(inputs)))
 
     @staticmethod
     def _seeds(samples: int, generator: torch.Generator) -> list[int]:

@@ -17,16 +17,13 @@ from lapis.errors import DataError
 from lapis.network import Network, full_precision
 from lapis.options import check_arguments
 from lapis.posteriors.posterior import LatentKind, Posterior, State
-from lapis.posteriors.predicting.parts import check_inputs
+from lapis.posteriors.predicting.parts import DRAWN_NETWORKS, check_inputs
 from lapis.posteriors.predicting.sampled import drawn_outputs
 from lapis.predictions import Latent, LatentGaussian
 from lapis.schema import wrong
 
 FULL_COVARIANCE = 32
 """Up to this many outputs, predictions hold the full covariance between outputs by default."""
-
-DRAWN_NETWORKS = 20
-"""Default number of networks drawn for a sampled prediction."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -15,7 +15,7 @@ from lapis.predictions.base import Prediction
 from lapis.predictions.classification import ClassificationPrediction, Link
 from lapis.predictions.count import CountPrediction
 from lapis.predictions.function import FunctionPrediction
-from lapis.predictions.joining import join_latents
+from lapis.predictions.joining import GatheredLatent, join_latents
 from lapis.predictions.latent import Latent, LatentGaussian, LatentMixture, LatentSamples
 from lapis.predictions.mixture import mix
 from lapis.predictions.regression import RegressionPrediction
@@ -24,6 +24,7 @@ __all__ = [
     "ClassificationPrediction",
     "CountPrediction",
     "FunctionPrediction",
+    "GatheredLatent",
     "Latent",
     "LatentGaussian",
     "LatentMixture",

@@ -6,8 +6,7 @@ O(N C (C + S) min(C, RANK)) operations, and the memory of a chunk of these.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,8 +21,8 @@ RANK = 128
 CHUNK = 2**16
 """Logits processed together: the working set then fits a processor's cache."""
 
-COVARIANCES = 2**21
-"""Entries of covariances that are factorised together (16 MB in float64)."""
+COVARIANCES = 2**19
+"""Entries of covariances that are factorised together (4 MB in float64, of which there are about six copies)."""
 
 SOBOL_DIMENSIONS = 4096
 """Dimensions with evenly spread points; further ones, for classes beyond these, take random points."""
@@ -72,12 +71,21 @@ class Points:
 
     def log_mean_probs(self) -> Tensor:
         """log E[softmax(f)], (N, C)."""
-        parts = [each.logsumexp(-1) - math.log(self.count) for each in self._log_probs()]
-        return torch.cat(parts).log_softmax(-1)
+        return self._each(torch.empty_like(self.mean), lambda log_probs: log_probs.logsumexp(-1)).log_softmax(-1)
 
     def mean_entropy(self) -> Tensor:
         """E[entropy of softmax(f)], (N,)."""
-        return torch.cat([-(each.exp() * each).sum(1).mean(-1) for each in self._log_probs()])
+        return self._each(
+            torch.empty_like(self.mean[:, 0]), lambda log_probs: -(log_probs.exp() * log_probs).sum(1).mean(-1)
+        )
+
+    def _each(self, result: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """`result`, filled with a function of `_log_probs`, chunk by chunk."""
+        done = 0
+        for log_probs in self._log_probs():
+            result[done : done + len(log_probs)] = function(log_probs)
+            done += len(log_probs)
+        return result
 
     def _log_probs(self) -> Iterator[Tensor]:
         """log softmax(f) at the points, (N', C, S), in chunks of examples.

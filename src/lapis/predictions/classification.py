@@ -25,6 +25,7 @@ from lapis.predictions._links import (
 from lapis.predictions._quadrature import in_chunks
 from lapis.predictions._quasi import Points
 from lapis.predictions.base import Prediction
+from lapis.predictions.latent import CHUNK, LatentSamples
 
 Link = Literal["quasi", "mean_field", "probit", "mc", "bridge"]
 
@@ -84,7 +85,11 @@ class ClassificationPrediction(Prediction):
     @cached_property
     def _monte_carlo(self) -> tuple[Tensor, Tensor]:
         """Log of the mean probabilities, and mean entropy, over draws of f."""
-        return monte_carlo(self._draws(), self._logits)
+        if not isinstance(self.latent, LatentSamples):
+            return monte_carlo(self._draws(), self._logits)
+        step = max(1, CHUNK // max(1, self.latent.values[:, 0].numel()))  # some examples at a time, all networks
+        parts = [monte_carlo([part], self._logits) for part in torch.split(self.latent.values, step, 1)]
+        return torch.cat([log_probs for log_probs, _ in parts]), torch.cat([expected for _, expected in parts])
 
     @cached_property
     def _log_alpha(self) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 from lapis.errors import ModelError, NotPositiveDefiniteError, OptionError
 from lapis.predictions._mixtures import total_variance, weighted_sum
 
-CHUNK = 2**22
-"""Numbers in a chunk of Monte Carlo draws, approximately (32 MB in float64)."""
+CHUNK = 2**20
+"""Numbers in a chunk of Monte Carlo draws, approximately (8 MB in float64, of which there are a few copies)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +168,8 @@ class LatentSamples:
         return LatentSamples(factor * self.values, self.joint, self.raw_shape)
 
     def draws(self, samples: int, seed: int, *, joint: bool = False) -> Iterator[Tensor]:
-        """The networks' outputs; the arguments, which `LatentGaussian.draws` needs, have no effect."""
-        yield self.values
+        """The networks' outputs, in chunks; the arguments, which `LatentGaussian.draws` needs, have no effect."""
+        yield from torch.split(self.values, max(1, CHUNK // max(1, self.values[0].numel())))
 
 
 @dataclass(frozen=True, eq=False)

@@ -156,7 +156,7 @@ class LowRankGaussian(BlockGaussian):
     @cached_property
     def _scaled(self) -> Tensor:
         """V Lambda^-1/2 = (s D)^1/2 U Lambda^-1, (r, size)."""
-        return (self.scale * self.block.values).sqrt()[:, None] * self.block.vectors / self.prior
+        return ((self.scale * self.block.values).sqrt()[:, None] * self.block.vectors).div_(self.prior)
 
     def _white(self, vectors: Tensor) -> Tensor:
         """L^-1 vectors for (r, n)."""
@@ -173,8 +173,7 @@ class LowRankGaussian(BlockGaussian):
         root = values.clamp(min=1).sqrt()
         spread = noise.double() * self.prior.rsqrt()
         inner = (spread * self.prior) @ self._scaled.mT @ rotation
-        draws: Tensor = spread - (inner / (root * (root + 1))) @ rotation.mT @ self._scaled
-        return draws
+        return torch.addmm(spread, (inner / (root * (root + 1))) @ rotation.mT, self._scaled, alpha=-1)
 
     def multiply(self, vectors: Tensor) -> Tensor:
         u = self.block.vectors

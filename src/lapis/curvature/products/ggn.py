@@ -10,15 +10,18 @@ B = I + G Lambda^-1 G^T, M unknowns, without the inverse of S S^T, which may be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, overload
+from itertools import chain
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lapis.batches import Batch, digest, joined, naming
-from lapis.curvature.outputs import check_factors, check_outputs
+from lapis.curvature.budget import work_bytes
+from lapis.curvature.outputs import FACTOR_COPIES, check_factors, check_outputs
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
@@ -41,42 +44,42 @@ KEPT_FACTORS_BYTES = 64 * 2**20
 """The factors S are kept if they take at most this many bytes; otherwise each product computes them again."""
 
 
-class Factors(Sequence[Tensor]):
-    """S of each batch, (B, T, C, R) float64, at the trained outputs: computed on first use, and kept if small.
+class Factors:
+    """S of each batch at the trained outputs, (B, T, C, R) float64, in pieces that fit in memory, and kept if small.
 
-    MemoryBudgetError for a batch whose factors would take more than `memory` bytes.
+    MemoryBudgetError for outputs so many that the factor of a single example would take more than `memory` bytes.
     """
 
     def __init__(
         self, likelihood: Likelihood, outputs: Sequence[Tensor], targets: Sequence[Tensor], memory: int
     ) -> None:
         self.likelihood, self.outputs, self.targets, self.memory = likelihood, outputs, targets, memory
-        self._kept: dict[int, Tensor] = {}
-        self._keeps = sum(f.numel() * f.shape[-1] for f in outputs) * 8 <= KEPT_FACTORS_BYTES
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._keeps = sum(f.numel() * f.shape[-1] for f in outputs) * 8 <= min(KEPT_FACTORS_BYTES, memory // 8)
 
-    def _at(self, index: int) -> Tensor:
-        found = self._kept.get(index)
-        if found is None:
-            check_factors(self.outputs[index], self.memory, "smaller batches (batch_size), or structure='kronecker'")
-            found = self.likelihood.factor(self.outputs[index], self.targets[index]).detach()
-            if self._keeps:
-                self._kept[index] = found
-        return found
+    def pieces(self, batch: int) -> Iterator[tuple[slice, Tensor]]:
+        """S of a batch's examples, some at a time."""
+        f, y = self.outputs[batch], self.targets[batch]
+        check_factors(f[:1], self.memory, "structure='kronecker'")
+        step = max(1, work_bytes(self.memory) // (FACTOR_COPIES * 8 * f[0].numel() * f.shape[-1]))
+        for start in range(0, len(f), step):
+            some = slice(start, min(start + step, len(f)))
+            found = self._kept.get((batch, start))
+            if found is None:
+                found = self.likelihood.factor(f[some], y[some]).detach()
+                if self._keeps:
+                    self._kept[batch, start] = found
+            yield some, found
 
-    def __len__(self) -> int:
-        return len(self.outputs)
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
-        if isinstance(index, slice):
-            return Factors(self.likelihood, self.outputs[index], self.targets[index], self.memory)
-        return self._at(range(len(self))[index])
+class GivenFactors:
+    """The same for factors S that are given, one for each batch."""
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[i] for i in range(len(self)))
+    def __init__(self, factors: Sequence[Tensor]) -> None:
+        self.factors = factors
+
+    def pieces(self, batch: int) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(None), self.factors[batch]
 
 
 class ImplicitCurvature:
@@ -107,11 +110,13 @@ class ImplicitCurvature:
                 check_outputs(f, self.outputs)
                 likelihood.check_outputs(f)
                 self.targets.append(likelihood.targets(batch.targets, f, shape))
-            sums.append(likelihood.statistics(f, self.targets[-1]))
+            step = max(1, work_bytes(memory_budget) // (4 * f[0].nbytes))
+            pairs = zip(torch.split(f, step), torch.split(self.targets[-1], step), strict=True)
+            sums += [likelihood.statistics(some, y) for some, y in pairs]
             self.digest = (self.digest + digest(batch.inputs, batch.targets)) % 2**64
         self.statistics = torch.stack(sums).sum(0)
         self.n_data = sum(map(len, batches))
-        self.factors: Sequence[Tensor] = Factors(likelihood, self.jacobian.outputs, self.targets, memory_budget)
+        self.factors: Factors | GivenFactors = Factors(likelihood, self.jacobian.outputs, self.targets, memory_budget)
         self.own_hessian = True
         """Whether the factors are those of the likelihood's Hessian at the trained outputs (see `with_factors`)."""
         self.order: Tensor | None = None
@@ -125,27 +130,40 @@ class ImplicitCurvature:
     def rows(self) -> int:
         """M, the number of rows of G."""
         if not self.own_hessian:
-            return sum(s[..., 0, :].numel() for s in self.factors)
+            pieces = chain.from_iterable(map(self.factors.pieces, range(len(self.batches))))
+            return sum(s[..., 0, :].numel() for _, s in pieces)
         f, y = self.jacobian.outputs[0], self.targets[0]
         first = self.likelihood.factor(f[:1, :1], y[:1, :1])
         return self.jacobian.n_outputs // first.shape[-2] * first.shape[-1]
 
     def root(self, vectors: Tensor) -> Tensor:
         """S^T J v, (k, M), for vectors v (k, P): a square root of the GGN."""
-        pairs = zip(self.jacobian.forward(vectors), self.factors, strict=True)
-        with full_precision(self.network.device):
-            return torch.cat([(s.to(u.dtype).mT @ u[..., None])[..., 0].flatten(1) for u, s in pairs], 1)
+        found, start = vectors.new_empty(len(vectors), self.rows), 0
+        with closing(self.jacobian.forward_each(vectors)) as pushed:
+            for batch, f in enumerate(pushed):
+                for some, s in self.factors.pieces(batch):
+                    with full_precision(self.network.device):
+                        u = (s.to(f.dtype).mT @ f[:, some, ..., None])[..., 0].flatten(1)
+                    found[:, start : start + u.shape[1]] = u
+                    start += u.shape[1]
+        return found
 
     def root_transposed(self, rows: Tensor) -> Tensor:
         """J^T S u, (k, P), for rows u (k, M)."""
-        seeds, start = [], 0
-        for s in self.factors:
-            stop = start + s[..., 0, :].numel()
-            u = rows[:, start:stop].reshape(len(rows), *s.shape[:2], s.shape[-1], 1)
-            with full_precision(self.network.device):
-                seeds.append((s.to(rows.dtype) @ u)[..., 0])
-            start = stop
-        return self.jacobian.backward(seeds)
+        return self.jacobian.backward(self._seeds(rows))
+
+    def _seeds(self, rows: Tensor) -> Iterator[Tensor]:
+        """S u, (k, B, T, C) for each batch, of rows u (k, M)."""
+        start = 0
+        for batch, f in enumerate(self.jacobian.outputs):
+            seeds = rows.new_empty(len(rows), *f.shape)
+            for some, s in self.factors.pieces(batch):
+                stop = start + s[..., 0, :].numel()
+                u = rows[:, start:stop].reshape(len(rows), *s.shape[:2], s.shape[-1], 1)
+                with full_precision(self.network.device):
+                    seeds[:, some] = (s.to(rows.dtype) @ u)[..., 0]
+                start = stop
+            yield seeds
 
     def product(self, vectors: Tensor) -> Tensor:
         """The GGN times each vector, (k, P)."""
@@ -161,7 +179,7 @@ class ImplicitCurvature:
         part.targets = [self.targets[index]]
         part.factors = Factors(self.likelihood, part.jacobian.outputs, part.targets, self.memory_budget)
         if not self.own_hessian:
-            part.factors = [self.factors[index]]
+            part.factors = GivenFactors([s for _, s in self.factors.pieces(index)])
         return part
 
     def with_mode(self, mode: str | None) -> ImplicitCurvature:
@@ -175,7 +193,7 @@ class ImplicitCurvature:
         """The same data with other factors S (B, T, C, R) of the Hessian in f, one for each batch."""
         same = object.__new__(ImplicitCurvature)
         same.__dict__.update({name: value for name, value in self.__dict__.items() if name != "rows"})
-        same.factors, same.own_hessian = factors, False
+        same.factors, same.own_hessian = GivenFactors(factors), False
         return same
 
     def rebatched(self, size: int, generator: torch.Generator) -> ImplicitCurvature:

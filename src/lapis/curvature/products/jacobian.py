@@ -8,9 +8,10 @@ Vectors are the rows of a block (k, P), as in `lapis.solvers`; outputs of a batc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,13 +28,13 @@ from lapis.curvature.products.differentiation import (
 from lapis.curvature.products.modes import (
     BATCHED_BACKWARD_MODES,
     BATCHED_MODES,
-    MODES_BY_MEMORY,
     ONE_VECTOR_MODES,
     SEVERAL_VECTORS_MODES,
+    checked_mode,
     default_mode,
 )
 from lapis.curvature.products.timing import TIMED_VECTORS, accepted_slowdown, fastest, timed_examples, worth_timing
-from lapis.errors import DataError, OptionError
+from lapis.errors import DataError, LapisError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 
@@ -45,6 +46,9 @@ SPLIT_GRAPH_BYTES, SPLIT_PARTS = 16 * 2**20, 3
 The mode takes about three times the graph's memory; three parts take no more than the graph of the whole batch, and are
 still large enough to keep the processor busy.
 """
+
+OUTPUT_COPIES = 4
+"""Float64 arrays of the outputs' size in memory while a vector is pushed and multiplied by the curvature in f."""
 
 
 @dataclass
@@ -101,20 +105,42 @@ class Jacobian:
         mode: str | None = None,
     ) -> None:
         self.network, self.canonical, self.batches, self.memory_budget = network, canonical, batches, memory_budget
-        self.size, self.mode = network.size, _checked_mode(mode)
+        self.size, self.mode = network.size, checked_mode(mode)
         self.outputs: list[Tensor] = []
         """f of each batch, (B, T, C) float64."""
         self.shapes: list[torch.Size] = []
         """Shapes of the raw outputs."""
         self._facts = _FACTS.setdefault(network, _Facts())
-        with network.prepared(), torch.no_grad():
+        with network.prepared():
             for batch in batches:
-                raw = network.call(batch.inputs)
-                self.outputs.append(canonical(raw).detach().double())
-                self.shapes.append(raw.shape)
+                outputs, shape = self._run(batch)
+                self.outputs.append(outputs)
+                self.shapes.append(shape)
         needed = self.n_outputs * self.size * network.dtype.itemsize
         self._rows_fit = 2 * needed <= min(2 * kept_bytes, memory_budget)
         self._rows: list[Tensor | None] = [None] * len(batches)
+
+    def _run(self, batch: Batch) -> tuple[Tensor, torch.Size]:
+        """f of a batch, (B, T, C) float64, and the shape of the raw output, in parts that fit in memory."""
+        start, found = 0, torch.empty(0)
+        for part in batch.split(self._run_at_once(batch)):
+            with torch.no_grad():
+                raw = self.network.call(part.inputs)
+                f = self.canonical(raw).double()
+            if len(part) == len(batch):
+                return f, raw.shape
+            found = found if start else f.new_empty(len(batch), *f.shape[1:])
+            found[start : start + len(part)] = f
+            start += len(part)
+        return found, torch.Size((len(batch), *raw.shape[1:]))
+
+    def _run_at_once(self, batch: Batch) -> int:
+        """How many examples of a batch the network runs on together, if half of the budget may hold their graph."""
+        try:
+            graph = self._graph_bytes()[0] if len(batch) > 1 else 0
+        except LapisError:
+            return len(batch)  # the run itself says what is wrong with the inputs
+        return max(1, self.memory_budget // (2 * max(1, graph)))
 
     @property
     def n_outputs(self) -> int:
@@ -146,36 +172,42 @@ class Jacobian:
     def with_mode(self, mode: str | None) -> Jacobian:
         """The same Jacobian, multiplied in another mode."""
         same = self.of_batches(range(len(self.batches)))
-        same.mode = _checked_mode(mode)
+        same.mode = checked_mode(mode)
         return same
 
     # products --------------------------------------------------------------------------------------
 
     def forward(self, vectors: Tensor) -> list[Tensor]:
         """J v of each vector: for every batch (k, B, T, C)."""
+        return list(self.forward_each(vectors))
+
+    def forward_each(self, vectors: Tensor) -> Generator[Tensor, None, None]:
+        """The same, batch by batch. To be closed if not used up: meanwhile the network is prepared."""
         v = self._checked(vectors).to(self.network.dtype)
         if self.keeps_rows:
-            return [torch.einsum("btcp,kp->kbtc", j, v).to(vectors.dtype) for j in self.rows()]
-        found = []
+            yield from (torch.einsum("btcp,kp->kbtc", j, v).to(vectors.dtype) for j in self.rows())
+            return
         with self._ready(v) as together:
             for batch in self.batches:
                 parts = [
                     torch.cat([self._multiply(part, block, Pass.push) for block in torch.split(v, together)])
                     for part, _ in self._parts(batch, together)
                 ]
-                found.append(torch.cat(parts, 1).to(vectors.dtype))
-        return found
+                yield torch.cat(parts, 1).to(vectors.dtype)
 
-    def backward(self, seeds: Sequence[Tensor]) -> Tensor:
-        """J^T u, (k, P), for u given as (k, B, T, C) batch by batch."""
-        count, dtype = len(seeds[0]), seeds[0].dtype
+    def backward(self, seeds: Iterable[Tensor]) -> Tensor:
+        """J^T u, (k, P), for u given as (k, B, T, C) batch by batch; these may come one by one."""
+        waiting = iter(seeds)
+        first = next(waiting)
+        count, dtype, each = len(first), first.dtype, chain([first], waiting)
+        del first
         total = torch.zeros(count, self.size, dtype=dtype, device=self.network.device)
         if self.keeps_rows:
-            for j, seed in zip(self.rows(), seeds, strict=True):
+            for j, seed in zip(self.rows(), each, strict=True):
                 total += seed.to(j.dtype).reshape(count, -1) @ j.reshape(-1, self.size)
             return total
         with self._ready(total) as together:
-            for batch, seed in zip(self.batches, seeds, strict=True):
+            for batch, seed in zip(self.batches, each, strict=True):
                 s = seed.to(self.network.dtype)
                 for part, span in self._parts(batch, together):
                     for i in range(0, count, together):
@@ -337,6 +369,7 @@ class Jacobian:
         graph, largest = self._graph_bytes()
         mode = self.mode_for(together)
         each = 3 * graph + (4 * together * largest if mode in BATCHED_MODES else 0)
+        each += together * OUTPUT_COPIES * 8 * self.outputs[0][0].numel()
         parts = SPLIT_PARTS if mode == "one_pass" and count * graph > SPLIT_GRAPH_BYTES else 1
         return max(1, min(math.ceil(count / parts), self.memory_budget // (2 * max(1, each))))
 
@@ -365,14 +398,3 @@ class Jacobian:
                 do="pass v[None] for a single one",
             )
         return vectors
-
-
-def _checked_mode(mode: str | None) -> str | None:
-    if mode is not None and mode not in (*MODES_BY_MEMORY, "fastest"):
-        raise OptionError(
-            "Unknown mode of multiplication",
-            expected=", ".join(("None", "fastest", *MODES_BY_MEMORY)),
-            got=repr(mode),
-            do="choose one of these",
-        )
-    return mode

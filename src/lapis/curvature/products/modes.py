@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from torch.nn.modules.conv import _ConvNd
 
+from lapis.errors import OptionError
 from lapis.network import Network
 
 ONE_VECTOR_MODES = ("one_pass", "forward", "double", "rows")
@@ -73,3 +74,15 @@ def default_mode(network: Network, several: bool, graph_bytes: int) -> str:
         return "forward"
     convolves = any(isinstance(module, _ConvNd) for module in network.module.modules())
     return "batched" if convolves or graph_bytes > SMALL_GRAPH_BYTES else "batched_double"
+
+
+def checked_mode(mode: str | None) -> str | None:
+    """The mode of multiplication as `Jacobian` takes it; OptionError for an unknown one."""
+    if mode is not None and mode not in (*MODES_BY_MEMORY, "fastest"):
+        raise OptionError(
+            "Unknown mode of multiplication",
+            expected=", ".join(("None", "fastest", *MODES_BY_MEMORY)),
+            got=repr(mode),
+            do="choose one of these",
+        )
+    return mode

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -83,12 +84,14 @@ def options(
     return Options(samples, solver, objective, epochs, batch_size, learning_rate, clip)
 
 
-def white(posterior: SolvedPosterior, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """White noise e (P,) and u (M,) of one draw, in the network's dtype."""
-    how: dict[str, Any] = {"dtype": posterior.network.dtype, "generator": generator, "device": generator.device}
-    device = posterior.network.device
-    noise = torch.randn(posterior.n_weights, **how).to(device)
-    return noise, torch.randn(posterior.curvature.rows, **how).to(device)
+def white(posterior: SolvedPosterior, sources: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:
+    """White noise e (n, P) and u (n, M) of n draws, in the network's dtype, each from a generator."""
+    like = posterior.mean.new_empty(0, dtype=posterior.network.dtype)
+    e, u = (like.new_empty(len(sources), size) for size in (posterior.n_weights, posterior.curvature.rows))
+    for number, source in enumerate(sources):
+        for row in (e[number], u[number]):
+            row.copy_(torch.randn(len(row), dtype=row.dtype, generator=source, device=source.device))
+    return e, u
 
 
 def draw(
@@ -117,11 +120,8 @@ def draw(
 
 def noise(posterior: ImplicitPosterior, seed: int, first: int, last: int) -> tuple[Tensor, Tensor]:
     """White noise e (n, P) and u (n, M) of draws first to last - 1; each draw has its own seed, to be reproducible."""
-    pairs = []
-    for number in range(first, last):
-        source = torch.Generator(posterior.network.device).manual_seed((seed + number) % 2**63)
-        pairs.append(white(posterior, source))
-    return torch.stack([e for e, _ in pairs]), torch.stack([u for _, u in pairs])
+    seeds = [(seed + number) % 2**63 for number in range(first, last)]
+    return white(posterior, [torch.Generator(posterior.network.device).manual_seed(each) for each in seeds])
 
 
 def _by_cg(
@@ -129,12 +129,14 @@ def _by_cg(
 ) -> tuple[Tensor, Drawing]:
     """All draws by conjugate gradients, as many together as memory allows."""
     gaussian, step = posterior.gaussian, posterior.vectors_at_once()
-    done: list[Tensor] = [kept.tensors["done"]] if "done" in kept.tensors else []
+    found = posterior.mean.new_empty(chosen.samples, posterior.n_weights)
     iterations: list[int] = list(kept.facts.get("iterations", []))
     residuals: list[float] = list(kept.facts.get("residuals", []))
     stopped: list[str] = list(kept.facts.get("stopped", []))
     products = int(kept.facts.get("products", 0))
     start = kept.tensors.get("solution")
+    if iterations:
+        found[: len(iterations)] = kept.tensors["done"]
 
     def facts() -> dict[str, Any]:
         return {"iterations": iterations, "residuals": residuals, "stopped": stopped, "products": products}
@@ -142,23 +144,22 @@ def _by_cg(
     for first in range(len(iterations), chosen.samples, step):
         e, u = noise(posterior, seed, first, min(first + step, chosen.samples))
 
-        def note(now: CGProgress) -> None:
-            tensors = {"solution": now.solution, **({"done": torch.cat(done)} if done else {})}
-            kept.offer(tensors, facts())
+        def note(now: CGProgress, done: Tensor = found[:first]) -> None:
+            kept.offer({"solution": now.solution, **({"done": done} if len(done) else {})}, facts())
 
         with kept.guarded():
             solved = gaussian.draws(e, u, start=start, callback=note, progress=progress)
         start = None
-        done.append(posterior.solved(solved))
+        found[first : first + len(e)] = posterior.solved(solved)
         iterations += solved.result.iterations.tolist()
         residuals += solved.result.relative_residuals.tolist()
         stopped += solved.result.stopped
         products += solved.result.products
-        kept.offer({"done": torch.cat(done)}, facts(), now=True)
+        kept.offer({"done": found[: len(iterations)]}, facts(), now=True)
     reason = ", ".join(f"{stopped.count(why)} {why}" for why in sorted(set(stopped)))
     converged = all(why == "converged" for why in stopped)
     drawing = Drawing("cg", None, seed, tuple(iterations), tuple(residuals), converged, reason, products)
-    return torch.cat(done), drawing
+    return found, drawing
 
 
 class Descent:

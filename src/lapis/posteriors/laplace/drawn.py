@@ -102,7 +102,7 @@ class DrawnPosterior(LinearisedPosterior):
                 do="draw more: ImplicitPosterior.draw(samples)",
             )
         chosen = torch.randperm(len(self), generator=source, device=source.device)[:samples].to(self.mean.device)
-        return self.deviations[chosen] + self.mean
+        return self.deviations[chosen].add_(self.mean)
 
     def draws(self, samples: int, generator: torch.Generator) -> Iterable[Tensor]:
         """The rows of `sample`, chosen together so that none occurs twice."""

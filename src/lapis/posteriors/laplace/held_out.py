@@ -25,8 +25,9 @@ from lapis.batches import Batch, all_finite, naming
 from lapis.curvature.backward.seeds import position_seeds, unit_factor
 from lapis.curvature.blocks.block import common_group
 from lapis.curvature.blocks.sweep import sweep
+from lapis.curvature.budget import work_bytes
 from lapis.curvature.outputs import check_width
-from lapis.curvature.working_memory import WORK_BYTES, examples_at_once
+from lapis.curvature.working_memory import examples_at_once
 from lapis.errors import NotPositiveDefiniteError
 from lapis.likelihoods import Likelihood
 from lapis.predictions import LatentGaussian
@@ -226,7 +227,7 @@ class Swept(HeldOut):
         prior = posterior.weight_prior.with_precision(precision.detach())
         scale = posterior.scale.detach()
         sweeps = [sweep(block, prior, scale, factors) for block in curvature.blocks]
-        work = min(WORK_BYTES, posterior.facts.memory_budget)
+        work = work_bytes(posterior.facts.memory_budget)
         found: dict[Any, list[_Part]] = {}
         for batch in track(self.batches, "held-out data", len(self.batches), self.progress):
             for part in batch.split(examples_at_once(curvature, 2 * curvature.outputs, work)):

@@ -20,7 +20,7 @@ from lapis.posteriors.laplace.solver import TOLERANCES, Solver
 from lapis.solvers import CallablePreconditioner, Estimate, Operator, hutchinson_diagonal
 
 BLOCKS = 12
-"""Peak memory of a solve, products included, in multiples of its block of vectors."""
+"""Peak memory of a solve, products included, in multiples of its block of vectors, over weights and over outputs."""
 
 MOST_VECTORS = 64
 """Maximal number of vectors solved for together."""
@@ -77,15 +77,17 @@ class SolvedPosterior(LaplaceFamily):
         """Covariance times weight vectors (P,) or (k, P), float64."""
         self.check_network()
         block = self.vectors(vectors).to(self.network.dtype)
-        with full_precision(self.network.device):
-            parts = [self.solved(self.gaussian.solve(part)) for part in torch.split(block, self.vectors_at_once())]
-        return torch.cat(parts).double().mul_(self.width).reshape(vectors.shape)
+        found = torch.empty_like(block, dtype=torch.float64)
+        step = self.vectors_at_once()
+        for part, into in zip(torch.split(block, step), torch.split(found, step), strict=True):
+            with full_precision(self.network.device):
+                into.copy_(self.solved(self.gaussian.solve(part)))
+        return found.mul_(self.width).reshape(vectors.shape)
 
     def vectors_at_once(self) -> int:
         """How many vectors are solved for together within the memory budget."""
-        return max(
-            1, min(MOST_VECTORS, self.facts.memory_budget // (BLOCKS * self.n_weights * self.mean.element_size()))
-        )
+        each = BLOCKS * (self.n_weights + self.curvature.rows) * self.mean.element_size()
+        return max(1, min(MOST_VECTORS, self.facts.memory_budget // each))
 
     def solved(self, solved: Solved) -> Tensor:
         """The solution vectors; warns if the solver did not converge."""
@@ -106,14 +108,12 @@ class SolvedPosterior(LaplaceFamily):
         """Draws of the weights, (samples, P), by exact perturb-and-solve. The default generator has seed 0."""
         self.check_network()
         source = self.source(samples, generator)
-        noise = [white(self, source) for _ in range(samples)]
-        parts = []
-        for start in range(0, samples, self.vectors_at_once()):
-            group = noise[start : start + self.vectors_at_once()]
-            first, rows = torch.stack([e for e, _ in group]), torch.stack([u for _, u in group])
+        draws = self.mean.new_empty(samples, self.n_weights)
+        for some in torch.split(draws, self.vectors_at_once()):
+            noise = white(self, [source] * len(some))
             with full_precision(self.network.device):
-                parts.append(self.solved(self.gaussian.draws(first, rows)))
-        return torch.cat(parts).mul_(self.width**0.5).add_(self.mean)
+                some.copy_(self.solved(self.gaussian.draws(*noise)))
+        return draws.mul_(self.width**0.5).add_(self.mean)
 
     def _squared_distance(self, deviations: Tensor) -> Tensor:
         return (self.gaussian.multiply(deviations.to(self.network.dtype)).double() * deviations).sum(-1)

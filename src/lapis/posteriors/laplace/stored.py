@@ -43,6 +43,9 @@ from lapis.schema import optional, under, word, wrong
 ROUNDED = 0.1
 """A warning says so where rounding errors of the curvature exceed this fraction of the smallest prior precision."""
 
+DRAW_COPIES = 8
+"""Float64 vectors in memory for a draw of the weights, beside the draw itself."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LaplacePosterior(LaplaceFamily):
@@ -103,7 +106,10 @@ class LaplacePosterior(LaplaceFamily):
 
     def _to_flat(self, parts: list[Tensor]) -> Tensor:
         """A flat vector (..., P) from one vector (..., size) per block."""
-        flat = parts[0].new_empty(*parts[0].shape[:-1], self.n_weights)
+        return self._fill(parts[0].new_empty(*parts[0].shape[:-1], self.n_weights), parts)
+
+    def _fill(self, flat: Tensor, parts: Iterable[Tensor]) -> Tensor:
+        """Write the blocks' vectors (..., size) to their places in a flat vector (..., P)."""
         for block, part in zip(self.curvature.blocks, parts, strict=True):
             for site, piece in zip(
                 block.sites, torch.split(part, [site.size for site in block.sites], -1), strict=True
@@ -124,12 +130,19 @@ class LaplacePosterior(LaplaceFamily):
         The default generator has seed 0.
         """
         source = self.source(samples, generator)
-        # noise drawn one by one, so that one call with n samples and n calls with one give the same draws
-        noise = torch.stack([white_noise(self.network, source) for _ in range(samples)])
-        parts = torch.split(noise, [block.size for block in self.curvature.blocks], -1)
-        with full_precision(self.network.device):
-            draws = [g.color(part).to(self.mean.dtype) for g, part in zip(self._trusted, parts, strict=True)]
-        return self._to_flat(draws).add_(self.mean)
+        draws = self.mean.new_empty(samples, self.n_weights)
+        step = min(samples, max(1, self.facts.memory_budget // (DRAW_COPIES * 8 * self.n_weights)))
+        noise = self.mean.new_empty(step, self.n_weights)
+        sizes = [block.size for block in self.curvature.blocks]
+        for some in torch.split(draws, step):
+            # noise drawn one by one, so that one call with n samples and n calls with one give the same draws
+            for row in noise[: len(some)]:
+                row.copy_(white_noise(self.network, source))
+            parts = torch.split(noise[: len(some)], sizes, -1)
+            with full_precision(self.network.device):
+                self._fill(some, (g.color(part) for g, part in zip(self._trusted, parts, strict=True)))
+            some.add_(self.mean)
+        return draws
 
     def _squared_distance(self, deviations: Tensor) -> Tensor:
         pairs = zip(self.gaussians, self._to_blocks(deviations), strict=True)

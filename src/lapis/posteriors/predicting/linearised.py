@@ -6,7 +6,8 @@ Stored in blocks (`linearised`, which never forms all of J), as a solver (`by_so
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +18,11 @@ from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.backward.record import Record
 from lapis.curvature.backward.seeds import position_seeds, unit_factor
 from lapis.curvature.blocks.block import BlockGaussian
+from lapis.curvature.budget import work_bytes
 from lapis.curvature.outputs import check_outputs, check_spread, check_width
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.curvature.sums import Curvature
-from lapis.curvature.working_memory import WORK_BYTES, examples_at_once
+from lapis.curvature.working_memory import predicted_at_once
 from lapis.errors import LapisWarning, MemoryBudgetError
 from lapis.network import Network
 from lapis.predictions import LatentGaussian
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 EXAMPLES_AT_ONCE = 256
 """Examples that are processed together in `by_draws`."""
+
+SOLVED_BYTES = 64
+"""Memory for an entry of J while it is solved for: in the network's dtype, in float64, solved, and copies of these."""
 
 MANY_PASSES = 2**14
 """More backward passes for an example than this cause a warning."""
@@ -52,8 +57,8 @@ def linearised(
     """Mean and (co)variance of the outputs at `inputs`."""
     length = batch_length(inputs)
     step = length
-    if kind != "joint":  # each output's gradients are in memory twice: themselves, and multiplied by the covariance
-        step = min(length, examples_at_once(curvature, 2 * curvature.outputs, min(WORK_BYTES, memory_budget)))
+    if kind != "joint":
+        step = min(length, predicted_at_once(curvature, kind == "full", work_bytes(memory_budget)))
     mean, spread, shape = _part(network, curvature, gaussians, take(inputs, 0, step), kind, memory_budget, length)
     if step < length:
         # Allocate all results now: small tensors that stay, between large ones that are freed, would fragment memory.
@@ -96,7 +101,7 @@ def _part(
             spread = _joint(record, curvature, gaussians, memory_budget)
         else:
             if kind == "full":
-                check_covariances(f, length, memory_budget)
+                check_covariances(length * f.shape[1], f.shape[2], f.element_size(), memory_budget)
             quick = _of_head(record, network, gaussians, kind)
             spread = _each(record, curvature, gaussians, kind, memory_budget) if quick is None else quick
     return f, spread.to(f.dtype), record.raw_shape
@@ -127,15 +132,17 @@ def by_solves(
         rows = torch.cat([_gradients(jacobian.of_batches(i)) for i in range(length)])
         joint = _semidefinite(rows.double() @ solve(rows).mT, network.dtype)
         return _latent(mean, joint, kind, shape)
-    parts = []
-    at_once = max(1, memory_budget // (32 * network.size * positions * outputs))
+    spread = torch.empty_like(mean) if kind == "diagonal" else mean.new_empty(*mean.shape, outputs)
+    at_once = max(1, memory_budget // (SOLVED_BYTES * network.size * positions * outputs))
     for first in range(0, length, at_once):
-        rows = torch.stack([_gradients(jacobian.of_batches(i)) for i in range(first, min(first + at_once, length))])
+        stop = min(first + at_once, length)
+        rows = torch.stack([_gradients(jacobian.of_batches(i)) for i in range(first, stop)])
         solved = solve(rows.flatten(0, 1)).reshape(rows.shape)
-        parts.append(_semidefinite(rows.double() @ solved.mT, network.dtype))
-    whole = torch.cat(parts).reshape(length, positions, outputs, positions, outputs)
-    covariance = whole.diagonal(dim1=1, dim2=3).movedim(-1, 1)
-    return _latent(mean, covariance.diagonal(dim1=-2, dim2=-1) if kind == "diagonal" else covariance, kind, shape)
+        whole = _semidefinite(rows.double() @ solved.mT, network.dtype)
+        cells = whole.reshape(stop - first, positions, outputs, positions, outputs)
+        found = cells.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+        spread[first:stop] = found.diagonal(dim1=-2, dim2=-1) if kind == "diagonal" else found
+    return _latent(mean, spread, kind, shape)
 
 
 def by_draws(
@@ -148,37 +155,47 @@ def by_draws(
     memory_budget: int,
 ) -> LatentGaussian:
     """As `linearised`, with the covariance mean_k z_k z_k^T of draws z (K, P): K Jacobian-vector products."""
-    means, pushed = [], []
     length = batch_length(inputs)
-    for start in range(0, length, EXAMPLES_AT_ONCE):
-        part = take(inputs, start, min(start + EXAMPLES_AT_ONCE, length))
+    mean, spread, done = torch.empty(0), torch.empty(0), 0
+    kept: list[Tensor] = []  # J z of all examples, only for their joint covariance
+    while done < length:
+        part = take(inputs, done, min(done + EXAMPLES_AT_ONCE, length))
         batch = Batch(part, torch.zeros(batch_length(part), device=network.device), 0)
         jacobian = Jacobian(network, canonical, [batch], memory_budget=memory_budget)
-        check_outputs(jacobian.outputs[0], width)
-        means.append(jacobian.outputs[0])
-        pushed.append(jacobian.forward(deviations)[0].double())
-    mean, draws = torch.cat(means).to(network.dtype), torch.cat(pushed, 1)
-    if kind == "diagonal":
-        spread = draws.square().mean(0)
-    elif kind == "full":
-        check_covariances(mean, length, memory_budget)
-        spread = torch.einsum("kbtc,kbtd->btcd", draws, draws) / len(draws)
-    else:
-        check_joint(mean, memory_budget)
-        flat = draws.flatten(1)
-        spread = flat.mT @ flat / len(draws)
-    return _latent(mean, spread.to(mean.dtype), kind, (length, *jacobian.shapes[0][1:]))
+        (f,) = jacobian.outputs
+        check_outputs(f, width)
+        if not done:
+            _, positions, outputs = f.shape
+            mean = f.new_empty(length, positions, outputs, dtype=network.dtype)
+            if kind == "full":
+                check_covariances(length * positions, outputs, network.dtype.itemsize, memory_budget)
+            elif kind == "joint":
+                check_joint(mean, memory_budget)
+            spread = mean.new_empty(*mean.shape, outputs) if kind == "full" else torch.empty_like(mean)
+        stop = done + len(f)
+        mean[done:stop] = f
+        draws = jacobian.forward(deviations)[0].double()
+        if kind == "diagonal":
+            spread[done:stop] = draws.square_().mean(0)
+        elif kind == "full":
+            spread[done:stop] = torch.einsum("kbtc,kbtd->btcd", draws, draws) / len(draws)
+        else:
+            kept.append(draws)
+        done = stop
+    if kind == "joint":
+        flat = torch.cat(kept, 1).flatten(1)
+        spread = (flat.mT @ flat / len(flat)).to(mean.dtype)
+    return _latent(mean, spread, kind, (length, *jacobian.shapes[0][1:]))
 
 
-def check_covariances(f: Tensor, examples: int, memory_budget: int) -> None:
-    """MemoryBudgetError if covariances (C, C) at every position of so many examples with outputs f do not fit."""
-    _, positions, outputs = f.shape
-    needed = 2 * examples * positions * outputs**2 * f.element_size()
-    if needed > memory_budget:
+def check_covariances(positions: int, outputs: int, itemsize: int, memory_budget: int) -> None:
+    """MemoryBudgetError if covariances (C, C) at so many positions of all examples do not fit."""
+    each = outputs**2 * itemsize
+    if positions * each > memory_budget:
         raise MemoryBudgetError(
-            f"Covariances of {outputs:,} outputs at {examples * positions:,} positions do not fit",
-            expected=f"at most {memory_budget:,} bytes (memory_budget)",
-            got=f"{needed:,} bytes",
+            f"Covariances of {outputs:,} outputs at {positions:,} positions do not fit",
+            expected=f"at most {memory_budget:,} bytes (memory_budget), enough for {memory_budget // each:,} positions",
+            got=f"{positions * each:,} bytes",
             do='use covariance="diagonal", fewer examples or positions at once, or a larger memory_budget',
         )
 
@@ -256,9 +273,12 @@ def _each(
     kind: LatentKind,
     memory_budget: int,
 ) -> Tensor:
-    """Covariance of each position's outputs, (B, T, C, C), or their variances, (B, T, C)."""
-    by_position = []
-    f = record.f.detach()
+    """Covariance of each position's outputs, (B, T, C, C), or their variances, (B, T, C), in the outputs' dtype.
+
+    They are written into one tensor: a small one for each position, which stays while large ones come and go, would
+    fragment memory.
+    """
+    f, diagonal = record.f.detach(), kind == "diagonal"
     together = f.shape[-1]
     if f[0].numel() > MANY_PASSES:
         warnings.warn(
@@ -267,21 +287,25 @@ def _each(
             LapisWarning,
             stacklevel=2,
         )
-    if kind == "diagonal":
+    if diagonal:
         gradients = 2 * curvature.tape.example_bytes.gradients + curvature.row_length * f.element_size()
-        together = max(1, min(together, min(WORK_BYTES, memory_budget) // (f.nbytes + len(f) * gradients)))
+        together = max(1, min(together, work_bytes(memory_budget) // (f.nbytes + len(f) * gradients)))
+    spread = f.new_empty(f.shape if diagonal else (*f.shape, f.shape[-1]))  # contiguous, unlike f
+    rows, done = spread.flatten(1, 2), 0
     for seeds in position_seeds(unit_factor(f), together):
         contributions = record.contributions(seeds)
-        parts = [
-            gaussian.covariance(_own(contributions, sites), kind == "diagonal")
+        parts = (
+            gaussian.covariance(_own(contributions, sites), diagonal)
             for gaussian, sites in zip(gaussians, curvature.sites_of, strict=True)
-        ]
-        by_position.append(
-            torch.stack(parts).sum(0) if len({part.dtype for part in parts}) == 1 else sum(parts[1:], parts[0])
         )
-    if kind == "diagonal":
-        return torch.cat(by_position, 1).reshape(f.shape)
-    return torch.stack(by_position, dim=1)
+        rows[:, done : done + len(seeds)] = _sum(parts)
+        done += len(seeds)
+    return spread
+
+
+def _sum(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of the blocks' covariances, which need not be of one dtype."""
+    return reduce(torch.add, parts)
 
 
 def _joint(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussian], memory_budget: int) -> Tensor:
@@ -291,11 +315,11 @@ def _joint(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussi
     check_joint(record.f, memory_budget)
     seeds = torch.cat(list(position_seeds(unit_factor(record.f.detach()), outputs)))
     contributions = record.contributions(seeds)
-    parts = [
+    parts = (
         gaussian.joint(_own(contributions, sites))
         for gaussian, sites in zip(gaussians, curvature.sites_of, strict=True)
-    ]
-    return sum(parts[1:], parts[0]).reshape(total, total)
+    )
+    return _sum(parts).reshape(total, total)
 
 
 def _own(contributions: Sequence[Contribution], sites: Sequence[int]) -> list[Contribution]:

@@ -90,7 +90,7 @@ def _together(
     attributes of the modules that differ, the comparison with the members themselves says so.
     """
     first, length = members[0], batch_length(inputs)
-    held = first.example_bytes.get(describe(take(inputs, 0, 1)), SMALL_RUN)
+    held = sum(first.example_bytes.get(describe(take(inputs, 0, 1)), (SMALL_RUN,)))
     step = max(1, SMALL_RUN // (held * length))
     starts = range(0, len(members), step)
     parts = [{name: tensor[start : start + step] for name, tensor in stacked.items()} for start in starts]

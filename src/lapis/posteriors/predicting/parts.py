@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ from lapis.batches import (
 )
 from lapis.errors import DataError, LapisError, ModelError
 from lapis.network import Network
-from lapis.predictions import Latent, LatentGaussian, LatentMixture, LatentSamples, join_latents
+from lapis.posteriors.predicting.linearised import check_covariances
+from lapis.predictions import GatheredLatent, Latent, LatentGaussian, LatentMixture, LatentSamples
 from lapis.progress import track
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 
 COPIES = 8
 """Peak memory of a part, in multiples of its graph: outputs, tangents, gradients, and results computed from them."""
+
+RESULT_COPIES = 4
+"""Copies of a part's (co)variances, or of the outputs of its drawn networks, while they are computed."""
+
+DRAWN_NETWORKS = 20
+"""Default number of networks drawn for a sampled prediction."""
 
 
 def latent_of_parts(
@@ -42,24 +49,31 @@ def latent_of_parts(
     progress: bool | None,
 ) -> Latent:
     """The outputs' distribution at `x`, computed part by part, with the same drawn networks for every part."""
-    latents: list[Latent] = []
-    counts: list[int] = []
-    """Parts behind each latent. Equal counts are joined at once: many small results that stay, between large tensors
-    that are freed, would keep the allocator from using that memory again."""
+    gathered, begun = GatheredLatent(_expected(x)), False
     state = None if generator is None else generator.get_state()
-    for where, part in _parts(posterior, x, kind, progress):
-        if counts and generator is not None and state is not None and kind == "sampled":
+    for where, part in _parts(posterior, x, kind, samples, progress):
+        if begun and generator is not None and state is not None and kind == "sampled":
             generator.set_state(state)
         with naming(where) if where else nullcontext():
-            latents.append(_checked(posterior.latent(part, kind, samples, generator), part, kind))
+            latent = _checked(posterior.latent(part, kind, samples, generator), part, kind)
             if not posterior.n_outputs:  # made without data: no outputs were checked before
-                posterior.likelihood.check_outputs(latents[-1].mean)
-        counts.append(1)
-        while len(counts) > 1 and counts[-1] == counts[-2]:
-            latents[-2:], counts[-2:] = [join_latents(latents[-2:])], [2 * counts[-1]]
-    if not latents:
+                posterior.likelihood.check_outputs(latent.mean)
+            gathered.add(latent)
+            del latent  # before the next one is made
+        begun = True
+    if not begun:
         raise _nothing(posterior.facts.signature, "no batches")
-    return latents[0] if len(latents) == 1 else join_latents(latents)
+    return gathered.result()
+
+
+def _expected(x: Any) -> int:
+    """How many examples there are at most, as far as that is known beforehand; else 0."""
+    if isinstance(x, DataLoader):
+        return (stream_length(x) or 0) * (x.batch_size or 0)
+    tensors = tensors_in(x)
+    if tensors and tensors[0].dim():
+        return len(tensors[0])
+    return len(x) if isinstance(x, Dataset) and isinstance(x, Sized) else 0
 
 
 def _checked(latent: Latent, inputs: Inputs, kind: LatentKind) -> Latent:
@@ -76,15 +90,17 @@ def _checked(latent: Latent, inputs: Inputs, kind: LatentKind) -> Latent:
     return latent
 
 
-def _parts(posterior: Posterior, x: Any, kind: LatentKind, progress: bool | None) -> Iterator[tuple[str, Inputs]]:
+def _parts(
+    posterior: Posterior, x: Any, kind: LatentKind, samples: int | None, progress: bool | None
+) -> Iterator[tuple[str, Inputs]]:
     """Checked inputs in parts that fit the memory budget, each with the batch that it is of, if there are several."""
-    network, signature, memory_budget = posterior.network, posterior.facts.signature, posterior.facts.memory_budget
+    network, signature, expected = posterior.network, posterior.facts.signature, _expected(x)
     if isinstance(x, Dataset):
         x = DataLoader(x, batch_size=DEFAULT_BATCH_SIZE, generator=torch.Generator())
     if not isinstance(x, (DataLoader, Iterator)):
         inputs = check_inputs(x, network, signature)
         length = batch_length(inputs)
-        step = length if kind == "joint" else _part_length(network, inputs, memory_budget)
+        step = length if kind == "joint" else _part_length(posterior, inputs, kind, samples, expected)
         if step >= length:
             yield "", inputs
             return
@@ -103,7 +119,7 @@ def _parts(posterior: Posterior, x: Any, kind: LatentKind, progress: bool | None
     for index, item in enumerate(track(x, "prediction", stream_length(x), progress)):
         with naming(f"batch {index}"):
             inputs = check_inputs(_inputs_of(item), network, signature)
-            step = _part_length(network, inputs, memory_budget)
+            step = _part_length(posterior, inputs, kind, samples, expected)
         for start in range(0, batch_length(inputs), step):
             yield f"batch {index}", take(inputs, start, start + step)
 
@@ -113,8 +129,12 @@ def _inputs_of(item: Any) -> Any:
     return item[0] if isinstance(item, (tuple, list)) and len(item) in (1, 2) else item
 
 
-def _part_length(network: Network, inputs: Inputs, memory_budget: int) -> int:
-    """How many examples fit the memory budget, estimated from the graph of one example."""
+def _part_length(posterior: Posterior, inputs: Inputs, kind: LatentKind, samples: int | None, expected: int) -> int:
+    """How many examples fit the memory budget, in half of it, by the graph of one example and its results.
+
+    MemoryBudgetError if the covariances of all examples, of which some `expected` number will come, do not.
+    """
+    network = posterior.network
     example = take(inputs, 0, 1)
     key = describe(example)
     if key not in network.example_bytes:
@@ -123,8 +143,15 @@ def _part_length(network: Network, inputs: Inputs, memory_budget: int) -> int:
                 output, held = network.traced(example)
         except LapisError:
             return batch_length(inputs)  # the prediction itself says what is wrong with the inputs
-        network.example_bytes[key] = max(1, sum(held) + output.nbytes)
-    return max(1, min(batch_length(inputs), memory_budget // (COPIES * network.example_bytes[key])))
+        network.example_bytes[key] = sum(held), output.nbytes
+    graph, output_bytes = network.example_bytes[key]
+    if kind == "full" and posterior.n_outputs:
+        itemsize, outputs = network.dtype.itemsize, posterior.n_outputs
+        positions = max(expected, batch_length(inputs)) * (output_bytes // (itemsize * outputs))
+        check_covariances(positions, outputs, itemsize, posterior.facts.memory_budget)
+    results = {"sampled": samples or DRAWN_NETWORKS, "full": posterior.n_outputs}.get(kind, 1) * output_bytes
+    each = max(1, COPIES * (graph + output_bytes) + RESULT_COPIES * results)
+    return max(1, min(batch_length(inputs), posterior.facts.memory_budget // (2 * each)))
 
 
 def check_inputs(inputs: Any, network: Network, signature: str) -> Inputs:

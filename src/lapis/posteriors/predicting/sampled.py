@@ -71,22 +71,44 @@ def drawn_outputs(
         if network.proofs.holds(SHORTCUTS, describe(inputs), agrees):
             return LatentSamples(values, raw_shape=tuple(shape))
         generator.set_state(state)
-    values, shape = one_by_one(network, canonical, width, plain(generator), inputs)
+    values, shape = one_by_one(network, canonical, width, plain(generator), inputs, samples)
     return LatentSamples(values, raw_shape=tuple(shape))
 
 
 def one_by_one(
-    network: Network, canonical: Canonical, width: int, draws: Iterable[Mapping[str, Tensor]], inputs: Inputs
+    network: Network,
+    canonical: Canonical,
+    width: int,
+    draws: Iterable[Mapping[str, Tensor]],
+    inputs: Inputs,
+    samples: int,
 ) -> tuple[Tensor, torch.Size]:
-    """Outputs (S, B, T, C) of networks with the given parameters, and the raw output's shape."""
-    outputs: list[Tensor] = []
+    """Outputs (S, B, T, C) of `samples` networks with the given parameters, and the raw output's shape."""
+    outputs = Outputs(canonical, width, samples)
     with network.prepared(), torch.no_grad():
         for parameters in draws:
             with network.replaced(parameters):
                 raw = network.call(inputs)
-            outputs.append(canonical(raw))
-            check_outputs(outputs[-1], width)
-    return torch.stack(outputs), raw.shape
+            outputs.add(raw)
+    return outputs.values, raw.shape
+
+
+class Outputs:
+    """Checked outputs of `samples` networks on the same inputs, (S, B, T, C), in one tensor made for the first."""
+
+    def __init__(self, canonical: Canonical, width: int, samples: int) -> None:
+        self.canonical, self.width, self.samples = canonical, width, samples
+        self.values = torch.empty(0)
+        self.count = 0
+
+    def add(self, raw: Tensor) -> None:
+        """Take over the next network's raw output."""
+        f = self.canonical(raw)
+        check_outputs(f, self.width)
+        if not self.count:
+            self.values = f.new_empty(self.samples, *f.shape)
+        self.values[self.count] = f
+        self.count += 1
 
 
 def _by_shortcuts(
@@ -94,7 +116,7 @@ def _by_shortcuts(
 ) -> tuple[Tensor, torch.Size]:
     """As `one_by_one`, but layers before the head run once, and wide drawn matrices are not formed."""
     network = posterior.network
-    outputs: list[Tensor] = []
+    outputs = Outputs(posterior.likelihood.canonical, posterior.n_outputs, samples)
     pooling = QuickPooling(network.proofs)
     with network.prepared():
         with pooling:
@@ -104,12 +126,11 @@ def _by_shortcuts(
             if draws is None:
                 draws = (network.unflatten(weights) for weights in posterior.draws(samples, generator))
             for parameters in draws:
-                listening = pooling if pooling.used or not outputs else nullcontext()
+                listening = pooling if pooling.used or not outputs.count else nullcontext()
                 with network.replaced(parameters), listening:
                     raw = network.call(inputs) if head is None else head.call()
-                outputs.append(posterior.likelihood.canonical(raw))
-                check_outputs(outputs[-1], posterior.n_outputs)
-    return torch.stack(outputs), raw.shape
+                outputs.add(raw)
+    return outputs.values, raw.shape
 
 
 def are_small(network: Network, samples: int) -> bool:
@@ -134,7 +155,7 @@ def together(
     result = _together(network, canonical, weights, inputs)
     if result is not None and result[0].shape[-1] == (width or result[0].shape[-1]) and all_finite(result[0]):
         return result
-    return one_by_one(network, canonical, width, map(network.unflatten, weights), inputs)
+    return one_by_one(network, canonical, width, map(network.unflatten, weights), inputs, len(weights))
 
 
 def _together(
