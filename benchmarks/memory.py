@@ -119,6 +119,11 @@ def write(record: dict[str, dict[str, Any]]) -> None:
         if not rows:
             continue
         lines += ["", f"## {title}: {sum(map(kept, rows))} of {len(rows)} kept", ""]
+        missing = [CASES[name].title for name in CASES if name not in record[label]]
+        if missing:
+            lines += [f"Not measured yet ({len(missing)}): {'; '.join(missing)}.", ""]
+        if label in record.get("notes", {}):
+            lines += [record["notes"][label], ""]
         lines += ["| case | budget MB | result MB | peak MB | ratio | kept |", "|---|---:|---:|---:|---:|---|"]
         lines += [f"| {' | '.join([row['title'], *cells(row)])} |" for row in rows]
     PAGE.write_text("\n".join(lines) + "\n")
