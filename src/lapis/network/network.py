@@ -60,8 +60,7 @@ class Network:
         self.proofs = Proofs()
         """Records which shortcuts agree with the plain computation on this network."""
         self._prepared = False
-        self._casts = True
-        """Whether the forward pass uses autocast, for all that is known."""
+        self._casts = True  # whether the forward pass uses autocast, for all that is known
         self._known: tuple[Any, str] | None = None
         """The last fingerprint, preceded by what it was computed from: names, shapes and a quick hash of all values."""
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}

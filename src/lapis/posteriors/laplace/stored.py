@@ -40,8 +40,7 @@ from lapis.predictions import LatentGaussian
 from lapis.priors import WeightPrior
 from lapis.schema import optional, under, word, wrong
 
-ROUNDED = 0.1
-"""A warning says so where rounding errors of the curvature exceed this fraction of the smallest prior precision."""
+ROUNDED = 0.1  # rounding errors of the curvature beyond this fraction of the smallest prior precision cause a warning
 
 DRAW_COPIES = 8
 """Float64 vectors in memory for a draw of the weights, beside the draw itself."""
