@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import shutil
 import tempfile
 import traceback
 import warnings
@@ -104,8 +106,10 @@ class World:
 
     @cached_property
     def folder(self) -> Path:
-        self._folder = tempfile.TemporaryDirectory(prefix="lapis-fuzz-")
-        return Path(self._folder.name)
+        """A folder of its own, removed when the process ends."""
+        name = tempfile.mkdtemp(prefix="lapis-fuzz-")
+        atexit.register(shutil.rmtree, name, ignore_errors=True)
+        return Path(name)
 
     @cached_property
     def file(self) -> Path:
