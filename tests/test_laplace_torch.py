@@ -69,7 +69,8 @@ def peer(model: nn.Module, loader: Any, likelihood: str, structure: str, precisi
 
 def ours(model: nn.Module, loader: Any, likelihood: str, structure: str, prior: Any) -> Any:
     chosen = lapis.Gaussian(NOISE) if likelihood == "regression" else lapis.Categorical()
-    return lapis.laplace(model, loader, chosen, structure=structure, prior=prior, bias="separate")
+    bias = "separate" if structure == "kronecker" else None
+    return lapis.laplace(model, loader, chosen, structure=structure, prior=prior, bias=bias)
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
