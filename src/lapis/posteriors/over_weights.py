@@ -11,11 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch, Inputs, batch_length
+from lapis.batches import Batch, Inputs, all_finite, batch_length
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import DataError
 from lapis.network import Network, full_precision
-from lapis.options import check_arguments
+from lapis.options import check_arguments, checked_tensor
 from lapis.posteriors.posterior import LatentKind, Posterior, State
 from lapis.posteriors.predicting.parts import DRAWN_NETWORKS, check_inputs
 from lapis.posteriors.predicting.sampled import drawn_outputs
@@ -167,6 +167,10 @@ class GaussianPosterior(LinearisedPosterior):
                 expected=f"a tensor ({self.n_weights},), or (k, {self.n_weights}) with one vector a row",
                 got=str(tuple(theta.shape)) if isinstance(theta, Tensor) else type(theta).__name__,
                 do="pass flat weights",
+            )
+        if not all_finite(checked_tensor("theta", theta)):
+            raise DataError(
+                "The weights are not finite", expected="finite numbers", got="NaN or infinity", do="check them"
             )
         return theta.reshape(-1, self.n_weights)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lapis.curvature.products.ggn import ImplicitCurvature, ImplicitGaussian, Solved, Space
 from lapis.errors import LapisWarning, OptionError
 from lapis.network import full_precision
-from lapis.options import check_count
+from lapis.options import check_arguments, check_count
 from lapis.posteriors.laplace.drawing import white
 from lapis.posteriors.laplace.family import LaplaceFamily
 from lapis.posteriors.laplace.solver import TOLERANCES, Solver
@@ -128,6 +128,7 @@ class SolvedPosterior(LaplaceFamily):
         By Hutchinson's estimator, which is exact for weights uncorrelated with all others: weights that the data do not
         determine get their prior variance.
         """
+        check_arguments(SolvedPosterior.marginal_variance_estimate, locals())
         self.check_network()
         operator = Operator(self.solve, self.n_weights, torch.float64, self.network.device)
         check_count("probes", probes, least=2)

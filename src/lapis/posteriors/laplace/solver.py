@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from lapis.options import check_choice, check_count, check_positive
+from lapis.options import check_arguments
 from lapis.posteriors.laplace.stored import LaplacePosterior
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -35,7 +35,4 @@ class Solver:
     mode: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("space", self.space, ("auto", "weights", "outputs"))
-        check_count("max_iterations", self.max_iterations)
-        if self.tolerance is not None:
-            check_positive("tolerance", self.tolerance)
+        check_arguments(Solver, vars(self))
