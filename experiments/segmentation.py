@@ -75,7 +75,7 @@ def small_digits() -> Labelled:
 
 
 SETTINGS = {"mnist": Setting(32, mnist_digits, 600, 24, Training(40, rate=3e-3, batch=32))}
-QUICK = {"digits": Setting(16, small_digits, 64, 4, Training(4, rate=5e-3, batch=16))}
+QUICK = {"digits": Setting(16, small_digits, 64, 4, Training(30, rate=1e-2, batch=16))}
 
 
 def ground(count: int, size: int, generator: torch.Generator) -> Tensor:

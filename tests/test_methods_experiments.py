@@ -86,3 +86,29 @@ def test_costs_are_multiples_of_an_epoch(command: Callable[..., list[dict[str, A
     assert not [row for row in rows.values() if "error" in row]
     assert rows["ensemble"]["training"] > 3 * rows["plain"]["training"]
     assert rows["last layer"]["fit"] > rows["plain"]["fit"]
+
+
+def test_segmentation_doubts_every_pixel(command: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    rows = {row["column"]: row for row in command("segmentation", tmp_path, "--columns", "plain;last layer")}
+    assert set(rows) == {"plain", "last layer"}
+    assert not [row for row in rows.values() if "error" in row]
+    assert rows["plain"]["mutual_ground"] == pytest.approx(0, abs=1e-6)  # one network has no doubt about its weights
+    assert rows["last layer"]["mutual_ground"] > 1e-6
+    for row in rows.values():
+        assert row["entropy_edges"] > row["entropy_ground"]
+        assert row["risk"][-1] == pytest.approx(1 - row["accuracy"])  # all pixels kept
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "segmentation_quick.png",
+        "segmentation_quick_errors.png",
+    }
+
+
+def test_linearised_and_sampled_share_a_posterior(command: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    chosen = ("plain", "sampled, tuned", "linearised, tuned")
+    rows = {row["column"]: row for row in command("linearised", tmp_path, "--columns", ";".join(chosen))}
+    assert set(rows) == set(chosen)
+    assert not [row for row in rows.values() if "error" in row]
+    text = (tmp_path / "linearised_quick.md").read_text(encoding="utf-8")
+    lower = rows["linearised, tuned"]["nll"] < rows["plain"]["nll"]
+    assert f"- tuned: NLL below plain's: {'yes' if lower else 'no'}" in text
+    assert (tmp_path / "linearised_quick.png").exists()
