@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapis
 from lapis.training.constant import constant_log_likelihood
+from untouched import untouched
 
 OPTIONS: dict[str, Any] = {"epochs": 9, "burn_in": 3, "every": 2, "batch_size": 8, "learning_rate": 0.02}
 
@@ -177,6 +178,23 @@ def test_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         lapis.train(wider, sine(), "regression", checkpoint=path, **OPTIONS)
     with pytest.raises(lapis.FileError, match="prior="):
         lapis.train(network(), sine(), "regression", checkpoint=path, prior=lapis.Prior(2.0, groups="layer"), **OPTIONS)
+    x, y = sine()
+    other = x.clone()
+    other[3] += 1e-3
+    likelihood = lapis.Gaussian(0.3)
+    for model, data, meaning, changes, says in (
+        (network(), (other, y), "regression", {}, "data="),
+        (network(), (x, y), likelihood, {}, "likelihood="),
+        (network(), (x, y), "regression", {"optimiser": "sgd"}, "optimiser="),
+        (network(), (x, y), "regression", {"optimiser": lambda p, r: torch.optim.Adam(p, r, (0.8, 0.9))}, "optimiser="),
+        (network().float(), (x.float(), y.float()), "regression", {}, "network="),
+    ):
+        with pytest.raises(lapis.FileError, match=says), untouched(model):
+            lapis.train(model, data, meaning, checkpoint=path, **{**OPTIONS, **changes})
+    model = network()
+    model[2] = nn.ReLU()  # the same weights, another function
+    with pytest.raises(lapis.FileError, match="from the same weights"), untouched(model):
+        lapis.train(model, sine(), "regression", checkpoint=path, **OPTIONS)
     contents = bytearray(path.read_bytes())
     contents[-3] ^= 1
     path.write_bytes(contents)

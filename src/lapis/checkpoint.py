@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from lapis.errors import FileError
 from lapis.files import check_writable, read, write
 from lapis.schema import entry
+
+Offered: TypeAlias = "tuple[dict[str, Tensor], dict[str, Any]] | None"
+"""Tensors and facts of a state, or None."""
 
 SAVE_SECONDS = 30.0
 """A checkpoint is written at most this often, beside when interrupted and when asked to."""
@@ -39,7 +42,7 @@ class Checkpoint:
         self.key = key
         self.tensors: dict[str, Tensor] = {}
         self.facts: dict[str, Any] = {}
-        self._latest: Callable[[], None] | None = None
+        self._latest: Callable[[], Offered] | None = None
         self._written = time.monotonic()
         if self.path is None:
             return
@@ -61,12 +64,24 @@ class Checkpoint:
 
     def offer(self, tensors: dict[str, Tensor], facts: dict[str, Any], now: bool = False) -> None:
         """Write this state when it is time, or `now`; else remember it in case of an interruption."""
+        self.follow(lambda: (tensors, facts), now)
+
+    def follow(self, state: Callable[[], Offered], now: bool = False) -> None:
+        """The same for a state that goes on changing, which is asked for when it is written.
+
+        None means that it is in the midst of a change: nothing is written then.
+        """
         if self.path is None:
             return
-        path = self.path
-        self._latest = lambda: write(path, {"same": self.same, "facts": facts}, tensors, self.kind, self.key)
+        self._latest = state
         if now or time.monotonic() - self._written > SAVE_SECONDS:
-            self._latest()
+            self._write()
+
+    def _write(self) -> None:
+        found = None if self._latest is None else self._latest()
+        if found is not None and self.path is not None:
+            tensors, facts = found
+            write(self.path, {"same": self.same, "facts": facts}, tensors, self.kind, self.key)
             self._written = time.monotonic()
 
     @contextmanager
@@ -75,6 +90,5 @@ class Checkpoint:
         try:
             yield
         except BaseException:
-            if self._latest is not None:
-                self._latest()
+            self._write()
             raise

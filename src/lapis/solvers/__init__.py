@@ -6,7 +6,7 @@ an explicit generator only.
 
 from __future__ import annotations
 
-from lapis.solvers.cg import CGProgress, CGResult, conjugate_gradients
+from lapis.solvers.cg import CGProgress, CGResult, CGState, conjugate_gradients
 from lapis.solvers.descent import SGDResult, SGDSettings, SGDState, sgd, sgd_learning_rate
 from lapis.solvers.eigen import Eigenpairs, lanczos_eigenpairs, largest_eigenvalue, subspace_eigenpairs
 from lapis.solvers.krylov import LanczosResult, lanczos
@@ -26,6 +26,7 @@ from lapis.solvers.trace import hutch_plus_plus, hutchinson_diagonal, hutchinson
 __all__ = [
     "CGProgress",
     "CGResult",
+    "CGState",
     "CallablePreconditioner",
     "Diagonal",
     "Eigenpairs",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from lapis.errors import NotPositiveDefiniteError
 from lapis.options import check_arguments, check_count
 from lapis.progress import track
+from lapis.schema import count, entry, tensor, wrong
 from lapis.solvers.operator import Operator, checked_block, checked_tolerance, dots, norms, require
 from lapis.solvers.preconditioners import Identity, Preconditioner
 
@@ -36,6 +37,37 @@ class CGProgress:
     iteration: int
     residual_norms: Tensor
     solution: Tensor
+    state: Callable[[], CGState | None]
+    """What a solve needs to go on exactly from where it is when called; None in the midst of a change."""
+
+
+@dataclass(frozen=True)
+class CGState:
+    """A solve that was cut short: tensors by name, and plain numbers that JSON can hold."""
+
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+
+    def check(self, vectors: int, size: int, dtype: torch.dtype) -> CGState:
+        """FileError unless this may be the state of a solve for so many vectors (k, size)."""
+        shapes = {"solution": (vectors, size), "residual": (-1, size), "direction": (-1, size)}
+        for name, shape in shapes.items():
+            tensor(self.tensors, name, shape, dtype)
+        tensor(self.tensors, "norms", (vectors,), least=0)
+        active, chosen = len(self.tensors["direction"]), len(tensor(self.tensors, "chosen", (-1,), torch.int64))
+        tensor(self.tensors, "residual", (active, size), dtype)
+        tensor(self.tensors, "energy", (active,), None)
+        tensor(self.tensors, "before", (chosen,), least=0)
+        tensor(self.tensors, "iterations", (vectors,), torch.int64)
+        for rows in (self.tensors["chosen"], tensor(self.tensors, "rows", (active,), torch.int64)):
+            if not len(rows) or bool((rows < 0).any() | (rows >= vectors).any()) or len(set(rows.tolist())) < len(rows):
+                raise wrong("rows", f"numbers below {vectors}, each once", str(rows.tolist())[:80])
+        count(self.facts, "left", least=0)
+        count(self.facts, "products", least=0)
+        entry(self.facts, "advanced", bool)
+        if len(entry(self.facts, "stopped", list[Stop | None])) != vectors:
+            raise wrong("stopped", f"{vectors} reasons", str(self.facts["stopped"])[:80])
+        return self
 
 
 @dataclass(frozen=True)
@@ -73,6 +105,7 @@ def conjugate_gradients(
     max_iterations: int = 1000,
     on_negative_curvature: OnNegativeCurvature = "raise",
     callback: Callable[[CGProgress], bool | None] | None = None,
+    resumed: CGState | None = None,
     progress: bool | None = False,
 ) -> CGResult:
     """Solve A x = b for each row b of `rhs` until |b - A x| <= tolerance |b|.
@@ -92,6 +125,7 @@ def conjugate_gradients(
         on_negative_curvature: a direction with p^T A p <= 0 proves that A is not positive definite: "raise" a
             NotPositiveDefiniteError, or "flag" that right-hand side in the result and go on with the others.
         callback: called after each iteration; returning True stops the solve.
+        resumed: the `state` that a callback saw of this very solve, which then ends as if it had not been cut short.
         progress: show a bar (None: on a terminal only). Off by default, for solves run inside other tracked work.
 
     Memory: 4 to 6 blocks of (k, P) beyond what A takes.
@@ -108,8 +142,11 @@ def conjugate_gradients(
     run = _Run(operator, preconditioner, rhs, start, relative if energy_tolerance is None else 0.0)
     run.energy_target = energy_tolerance
     run.flag = on_negative_curvature == "flag"
+    run.left = max_iterations
+    if resumed is not None:
+        run.resume(resumed)
     for iteration in track(run.iterate(max_iterations), "conjugate gradients", max_iterations, progress):
-        if callback is not None and callback(CGProgress(iteration, run.norms.clone(), run.solution)):
+        if callback is not None and callback(CGProgress(iteration, run.norms.clone(), run.solution, run.state)):
             run.halted = True
     return run.result()
 
@@ -130,82 +167,121 @@ class _Run:
         self.products, self.flag, self.halted = 0, False, False
         self.energy_target: float | None = None
         self.norms = self.scale.clone()
-        self.rows = torch.arange(len(rhs), device=rhs.device)
-        self.residual = rhs.clone() if start is None else self._true_residual(self.rows)
+        self.left = 0
+        """Iterations that may still be made."""
+        self.chosen = torch.arange(len(rhs), device=rhs.device)
+        """Right-hand sides that are solved for; those of them with a large residual are `rows` of the recursion."""
+        self.before = self.norms
+        """Their residuals when the recursion began."""
+        self.residual = rhs.clone() if start is None else self._true_residual(self.chosen)
+        self.rows, self.direction, self.energy = self.chosen, rhs[:0], self.norms[:0]
+        self._ready, self._advanced, self._begun = False, False, False
         self._settle("converged", self.norms <= self.target)
+
+    def state(self) -> CGState | None:
+        """What `resume` takes; None in the midst of a change, where an interruption may have come."""
+        if not self._ready:
+            return None
+        names = ("solution", "residual", "direction", "energy", "norms", "before", "chosen", "rows", "iterations")
+        facts = {"stopped": list(self.stopped), "products": self.products, "left": self.left}
+        return CGState({name: getattr(self, name) for name in names}, facts | {"advanced": self._advanced})
+
+    def resume(self, state: CGState) -> None:
+        """Go on from there."""
+        for name, found in state.tensors.items():
+            setattr(self, name, found.to(self.rhs.device, copy=True))
+        facts = state.facts
+        self.stopped, self.products, self.left = list(facts["stopped"]), facts["products"], facts["left"]
+        self._advanced, self._begun = facts["advanced"], True
 
     def iterate(self, max_iterations: int) -> Iterator[int]:
         """Run the recursion from the true residual, as often as it takes; yields after each iteration."""
-        left = max_iterations
-        while left > 0 and not self.halted:
-            unsettled = torch.tensor([self.stopped[i] is None for i in self.rows.tolist()], device=self.rows.device)
-            if not unsettled.any():
-                return
-            self.rows, self.residual = self.rows[unsettled], self.residual[unsettled]
-            before = self.norms[self.rows]
-            for _ in self._recursion(left):
-                left -= 1
-                yield max_iterations - left
+        while (self.left > 0 or self._begun) and not self.halted:
+            if not self._begun:
+                unsettled = [self.stopped[i] is None for i in self.chosen.tolist()]
+                if not any(unsettled):
+                    return
+                keep = torch.tensor(unsettled, device=self.chosen.device)
+                self.chosen, self.residual = self.chosen[keep], self.residual[keep]
+                self.before = self.norms[self.chosen]
+            for _ in self._recursion():
+                self.left -= 1
+                self._ready = True
+                yield max_iterations - self.left
+            self._ready = self._begun = False
             if self.energy_target is None:
-                self.residual = self._true_residual(self.rows)
+                self.residual = self._true_residual(self.chosen)
             self._settle("converged", self.norms <= self.target)
             if self.energy_target is not None:
                 break
-            if left > 0 and not self.halted:
+            if self.left > 0 and not self.halted:
                 stuck = torch.zeros_like(self.norms, dtype=torch.bool)
-                stuck[self.rows] = self.norms[self.rows] > STAGNATION * before
+                stuck[self.chosen] = self.norms[self.chosen] > STAGNATION * self.before
                 self._settle("stagnated", stuck)
         self._settle("callback" if self.halted else "max_iterations", torch.ones_like(self.norms, dtype=torch.bool))
 
-    def _recursion(self, budget: int) -> Iterator[None]:
-        """The textbook recursion on `rows` from `residual`, which it uses up, until its own residuals are small."""
-        rows, residual, target = self.rows, self.residual, self.target
-        if self.energy_target is None:
-            # A recursive residual below eps |b| says nothing any more (and its square would underflow in float32).
-            target = torch.maximum(target, torch.finfo(residual.dtype).eps * self.scale)
-        direction = self.preconditioner.solve(residual).clone()
-        energy = self._energy(residual, direction)
-        active = self._above_energy_target(rows, energy)
-        if not active.any():
+    def _recursion(self) -> Iterator[None]:
+        """The textbook recursion on `chosen` from `residual`, which it uses up, until its own residuals are small."""
+        if not self._begun:
+            self.rows, self._begun, self._advanced = self.chosen, True, True
+            self.direction = self.preconditioner.solve(self.residual).clone()
+            self.energy = self._energy(self.residual, self.direction)
+            if not self._keep(self._above_energy_target(self.rows, self.energy)):
+                return
+        elif not self._advanced and not self._advance():
             return
-        if not active.all():
-            rows, residual, direction, energy = rows[active], residual[active], direction[active], energy[active]
-        for _ in range(budget):
-            image = self._apply(direction)
-            curvature = dots(direction, image)
+        for _ in range(self.left):
+            self._ready = True
+            image = self._apply(self.direction)
+            curvature = dots(self.direction, image)
+            self._ready = False
             sound = curvature > 0
             if not sound.all():
-                self._negative_curvature(rows[~sound], curvature / dots(direction, direction))
-                rows, residual, direction, image = rows[sound], residual[sound], direction[sound], image[sound]
-                energy, curvature = energy[sound], curvature[sound]
-                if len(rows) == 0:
+                self._negative_curvature(self.rows[~sound], curvature / dots(self.direction, self.direction))
+                image, curvature = image[sound], curvature[sound]
+                if not self._keep(sound):
                     return
-            step = (energy / curvature).to(residual.dtype)[:, None]
-            if len(rows) == len(self.solution):
-                self.solution.addcmul_(step, direction)
+            step = (self.energy / curvature).to(image.dtype)[:, None]
+            if len(self.rows) == len(self.solution):
+                self.solution.addcmul_(step, self.direction)
             else:
-                self.solution.index_add_(0, rows, step * direction)
-            residual.addcmul_(step, image, value=-1)
-            self.norms[rows] = norms(residual)
-            self.iterations[rows] += 1
+                self.solution.index_add_(0, self.rows, step * self.direction)
+            self.residual.addcmul_(step, image, value=-1)
+            self.norms[self.rows] = norms(self.residual)
+            self.iterations[self.rows] += 1
+            self._advanced = False
             yield
-            active = self.norms[rows] > target[rows]
-            if self.halted or not active.any():
+            self._ready = False
+            if not self._advance():
                 return
-            if not active.all():
-                rows, residual, direction, energy = rows[active], residual[active], direction[active], energy[active]
-            conditioned = self.preconditioner.solve(residual)
-            previous, energy = energy, self._energy(residual, conditioned)
-            direction.mul_((energy / previous).to(direction.dtype)[:, None]).add_(conditioned)
-            active = self._above_energy_target(rows, energy)
-            if not active.any():
-                return
-            if not active.all():
-                rows, residual, direction, energy = rows[active], residual[active], direction[active], energy[active]
+
+    def _advance(self) -> bool:
+        """The next direction, for the right-hand sides that are not done; whether there are any."""
+        target = self.target
+        if self.energy_target is None:
+            # A recursive residual below eps |b| says nothing any more (and its square would underflow in float32).
+            target = torch.maximum(target, torch.finfo(self.residual.dtype).eps * self.scale)
+        if self.halted or not self._keep(self.norms[self.rows] > target[self.rows]):
+            return False
+        conditioned = self.preconditioner.solve(self.residual)
+        previous, self.energy = self.energy, self._energy(self.residual, conditioned)
+        self.direction.mul_((self.energy / previous).to(self.direction.dtype)[:, None]).add_(conditioned)
+        self._advanced = True
+        return self._keep(self._above_energy_target(self.rows, self.energy))
+
+    def _keep(self, active: Tensor) -> bool:
+        """Go on with these of the rows only; False if there are none."""
+        if not active.any():
+            return False
+        if not active.all():
+            self.rows, self.energy = self.rows[active], self.energy[active]
+            self.residual, self.direction = self.residual[active], self.direction[active]
+        return True
 
     def _apply(self, vectors: Tensor) -> Tensor:
+        image = self.operator(vectors)
         self.products += len(vectors)
-        return self.operator(vectors)
+        return image
 
     def _energy(self, residual: Tensor, conditioned: Tensor) -> Tensor:
         """r^T M^-1 r, positive for a sound preconditioner; next to an energy target, not positive is rounding."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from typing import Any, Literal
 
@@ -23,7 +25,7 @@ from lapis.training.budget import default_batch_size, plan_budget
 from lapis.training.convergence import remaining_nats
 from lapis.training.data import own_randomness, shuffled, survey
 from lapis.training.run import Run
-from lapis.training.state import load_model
+from lapis.training.state import described, layout_digest, load_model
 from lapis.training.step import OPTIMISERS, MakeOptimiser, check_optimiser
 
 FIRST_NOISE = 0.3
@@ -88,7 +90,8 @@ def train(
             highest. By default all epochs are trained and the last is returned: the evidence is that of a mode, and
             high early on, far from one, for want of fitted weights.
         checkpoint: a file, rewritten after every epoch. When it exists, training goes on from there, and ends as it
-            would have without the interruption.
+            would have without the interruption. Data, network and options must be the same: data that are augmented at
+            random must take their randomness from torch.
         seed: of shuffling and dropout. Every epoch has its own stream of random numbers.
 
     >>> import torch
@@ -113,7 +116,7 @@ def train(
         )
     batch_size = default_batch_size(network.size) if batch_size is None else batch_size
     with own_randomness(network, _seed(seed, 0)):
-        found = survey(data, network, batch_size)
+        found = survey(data, network, batch_size, fingerprint=checkpoint is not None)
     network.example = found.example
     if isinstance(likelihood, str) and noise and family.noise is not None:
         family = family.with_noise(FIRST_NOISE * found.spread)
@@ -132,12 +135,12 @@ def train(
         "seed": seed, "burn_in": budget.burn_in, "every": budget.every, "hyper_steps": hyper_steps, "noise": noise,
         "n_data": found.n_data,
         "structure": structure, "curvature": curvature, "patience": patience,
-        "optimiser": optimiser if isinstance(optimiser, str) else "a function", "likelihood": family.name,
-        "n_weights": network.size,
+        "optimiser": described(run.optimiser), "likelihood": family.to_config(), "n_weights": network.size,
+        "network": layout_digest(network), "data": hashlib.sha256(found.digest.encode()).hexdigest()[:16],
         # without one it follows from the first weights, which a network that goes on need not have
-        "prior": None if prior is None else tensors_digest({"precision": start.precision, "mean": start.mean}),
+        "prior": None if prior is None else tensors_digest(start.tensors(), json.dumps(start.config())),
     }  # fmt: skip
-    kept = Checkpoint(checkpoint, "training run", settings, "")
+    kept = Checkpoint(checkpoint, "training run", settings, found.digest)
     if kept.tensors:
         run.load(kept.tensors, kept.facts)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lapis.batches import Batch, as_inputs, batch_length, batches, is_pair, map_tensors, take
+from lapis.batches import Batch, as_inputs, batch_length, batches, digest, is_pair, map_tensors, take
 from lapis.errors import DataError
 from lapis.network import Network
 
@@ -29,6 +29,8 @@ class Survey:
     """A few inputs."""
     spread: float
     """Standard deviation of the targets, each output about its own mean; 1 where there is none."""
+    digest: str = ""
+    """Fingerprint of the data, if it was asked for."""
 
 
 _global_generator = threading.RLock()
@@ -57,7 +59,7 @@ def shuffled(data: Any, network: Network, batch_size: int) -> Iterator[Batch]:
     return batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)[0]
 
 
-def survey(data: Any, network: Network, batch_size: int) -> Survey:
+def survey(data: Any, network: Network, batch_size: int, *, fingerprint: bool = False) -> Survey:
     """One pass over the data; those that can be read once only are refused."""
     if isinstance(data, Iterator):
         raise DataError(
@@ -66,7 +68,7 @@ def survey(data: Any, network: Network, batch_size: int) -> Survey:
             got=f"{type(data).__name__}, which is used up after one pass",
             do="wrap it in a list or a Dataset",
         )
-    count, steps, measured, example = 0, 0, 0, None
+    count, steps, measured, total, example = 0, 0, 0, 0, None
     centre, sums = torch.zeros(()), torch.zeros(2, 0)
     for batch in batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)[0]:
         columns = batch.targets.detach().reshape(len(batch), -1).double()
@@ -78,7 +80,9 @@ def survey(data: Any, network: Network, batch_size: int) -> Survey:
             sums += torch.stack([deviation.sum(0), deviation.square().sum(0)])
             measured += len(batch)
         count, steps = count + len(batch), steps + 1
-    return Survey(count, steps, example, _spread(sums / measured, centre))
+        if fingerprint:
+            total = (total + digest(batch.inputs, batch.targets)) % 2**64
+    return Survey(count, steps, example, _spread(sums / measured, centre), f"{total:016x}" if fingerprint else "")
 
 
 def _spread(moments: Tensor, centre: Tensor) -> float:

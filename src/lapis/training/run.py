@@ -12,22 +12,26 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch
-from lapis.errors import LapisWarning
+from lapis.errors import FileError, LapisWarning
 from lapis.evidence import Training
 from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network
 from lapis.posteriors import LaplacePosterior
 from lapis.priors import WeightPrior
-from lapis.schema import under
+from lapis.proofs import close
+from lapis.schema import entry, sound, tensor, under, wrong
 from lapis.training.constant import constant_log_likelihood
 from lapis.training.convergence import has_converged
-from lapis.training.state import load_model, load_optimiser, model_tensors, optimiser_parts
+from lapis.training.state import load_model, load_optimiser, model_tensors, optimiser_parts, probe
 from lapis.training.step import set_rate, take_step
 
 Fit = Callable[[Likelihood, WeightPrior], LaplacePosterior]
 
-PLAIN = ("epoch", "reason", "loss", "evaluated", "log_evidence", "kept_at", "constant", "held", "steps", "spread")
-"""Entries of a run that a checkpoint keeps as JSON."""
+PLAIN: dict[str, Any] = {
+    "epoch": int, "reason": str, "loss": list[float], "evaluated": list[int], "log_evidence": list[float],
+    "kept_at": int, "constant": float | None, "held": list[int], "steps": int, "spread": float,
+}  # fmt: skip
+"""Entries of a run that a checkpoint keeps as JSON, and their types."""
 
 LOOSEN, LOOSEST = 100.0, 1e-4
 """At each evaluation that does not beat a constant, precisions are divided by LOOSEN; never below LOOSEST times the
@@ -239,22 +243,58 @@ class Run:
             tensors["kept_precision"] = self.kept_precision
         facts = {name: getattr(self, name) for name in PLAIN}
         facts |= {"optimiser": numbers, "likelihood": self.likelihood.to_config()}
+        facts["probe"] = probe(self.network, self.network.example)
         facts["kept_likelihood"] = self.kept_likelihood and self.kept_likelihood.to_config()
         return tensors, facts
 
     def load(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Go on from a state that an earlier run left."""
+        """Go on from a state that an earlier run left; FileError, and the model as it was, unless it fits this run."""
+        before = model_tensors(self.network.module)
+        try:
+            with sound("training run"):
+                self._load(tensors, facts)
+        except BaseException:
+            load_model(self.network.module, before)
+            raise
+
+    def _load(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        size, device = (len(self.prior.precision),), self.network.device
+        for name, hint in PLAIN.items():
+            setattr(self, name, entry(facts, name, hint))
+        if not -1 <= self.kept_at < len(self.evaluated) == len(self.log_evidence):
+            raise wrong("kept_at", "one of the evaluations", repr(self.kept_at))
+        if len(self.loss) != self.epoch or self.epoch < 1 or self.steps < self.epoch or self.constant is None:
+            raise wrong("epoch", f"that of {len(self.loss)} losses", repr(self.epoch))
+        for prefix in ("model.", "first.", *(("kept.",) if self.kept_at >= 0 else ())):
+            for name, found in under(prefix, tensors).items():
+                tensor(tensors, prefix + name, found.shape, None)
+            load_model(self.network.module, under(prefix, tensors))
         load_model(self.network.module, under("model.", tensors))
-        load_optimiser(self.optimiser, under("optimiser.", tensors), facts["optimiser"])
-        self.prior = self.prior.with_precision(tensors["precision"].to(self.network.device))
-        self.loosest = tensors["loosest"].to(self.network.device)
-        self.kept, self.first = under("kept.", tensors), under("first.", tensors)
-        self.kept_precision = tensors["kept_precision"].to(self.network.device) if "kept_precision" in tensors else None
-        for name in PLAIN:
-            setattr(self, name, facts[name])
-        if self.likelihood.noise is not None:
-            self.likelihood = from_config(facts["likelihood"])
-        if facts["kept_likelihood"]:
-            self.kept_likelihood = (
-                self.likelihood if self.likelihood.noise is None else from_config(facts["kept_likelihood"])
+        seen, then = probe(self.network, self.network.example), entry(facts, "probe", list[float])
+        if len(seen) != len(then) or not close(torch.tensor(then, dtype=torch.float32), torch.tensor(seen)):
+            raise FileError(
+                "The checkpoint belongs to another network",
+                expected="the outputs that it had with the weights of the checkpoint",
+                got="others, from the same weights",
+                do="build the network that the run was started with, or delete the checkpoint",
             )
+        load_optimiser(self.optimiser, under("optimiser.", tensors), entry(facts, "optimiser", dict))
+        self.prior = self.prior.with_precision(tensor(tensors, "precision", size, least=0, above=True).to(device))
+        self.loosest = tensor(tensors, "loosest", size, least=0, above=True).to(device)
+        self.kept, self.first = under("kept.", tensors), under("first.", tensors)
+        self.kept_precision = None
+        if self.kept_at >= 0:
+            self.kept_precision = tensor(tensors, "kept_precision", size, least=0, above=True).to(device)
+        noisy = self.likelihood.noise is not None
+        if noisy:
+            self.likelihood = self._read_likelihood(facts, "likelihood")
+        if self.kept_at >= 0:
+            self.kept_likelihood = self._read_likelihood(facts, "kept_likelihood") if noisy else self.likelihood
+
+    def _read_likelihood(self, facts: dict[str, Any], name: str) -> Likelihood:
+        """The likelihood with another noise, from a checkpoint."""
+        found = from_config(entry(facts, name, dict))
+        noise, own = found.noise, self.likelihood.noise
+        if found.name != self.likelihood.name or noise is None or own is None or noise.dim() > 1:
+            raise wrong(name, repr(self.likelihood), repr(found))
+        return found

@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lapis.checkpoint import Checkpoint
+from lapis.checkpoint import Checkpoint, Offered
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.errors import LapisWarning, OptionError
 from lapis.files import tensors_digest
 from lapis.posteriors.laplace.drawn import Drawing, DrawnPosterior
-from lapis.solvers import CGProgress, Operator, SGDSettings, SGDState, sgd, sgd_learning_rate
+from lapis.schema import count, entry, sound, tensor, under, wrong
+from lapis.solvers import CGProgress, CGState, Operator, SGDSettings, SGDState, sgd, sgd_learning_rate
+from lapis.solvers.cg import Stop
 from lapis.solvers.operator import norms
 
 if TYPE_CHECKING:
@@ -130,13 +132,22 @@ def _by_cg(
     """All draws by conjugate gradients, as many together as memory allows."""
     gaussian, step = posterior.gaussian, posterior.vectors_at_once()
     found = posterior.mean.new_empty(chosen.samples, posterior.n_weights)
-    iterations: list[int] = list(kept.facts.get("iterations", []))
-    residuals: list[float] = list(kept.facts.get("residuals", []))
-    stopped: list[str] = list(kept.facts.get("stopped", []))
-    products = int(kept.facts.get("products", 0))
-    start = kept.tensors.get("solution")
-    if iterations:
-        found[: len(iterations)] = kept.tensors["done"]
+    iterations: list[int] = []
+    residuals: list[float] = []
+    stopped: list[str] = []
+    products, start = 0, None
+    if kept.tensors:
+        iterations = list(entry(kept.facts, "iterations", list[int]))
+        residuals = list(entry(kept.facts, "residuals", list[float]))
+        stopped = list(entry(kept.facts, "stopped", list[Stop]))
+        products = count(kept.facts, "products", least=0)
+        if len({len(iterations), len(residuals), len(stopped)}) > 1 or len(iterations) > chosen.samples:
+            raise wrong("iterations", f"as many as residuals, at most {chosen.samples}", str(len(iterations)))
+        if iterations:
+            shape = (len(iterations), posterior.n_weights)
+            found[: len(iterations)] = tensor(kept.tensors, "done", shape, posterior.network.dtype)
+        if "cg" in kept.facts:
+            start = CGState(under("cg.", kept.tensors), entry(kept.facts, "cg", dict))
 
     def facts() -> dict[str, Any]:
         return {"iterations": iterations, "residuals": residuals, "stopped": stopped, "products": products}
@@ -144,11 +155,21 @@ def _by_cg(
     for first in range(len(iterations), chosen.samples, step):
         e, u = noise(posterior, seed, first, min(first + step, chosen.samples))
 
+        if start is not None:
+            start.check(len(e), u.shape[1] if gaussian.space == "outputs" else e.shape[1], e.dtype)
+
         def note(now: CGProgress, done: Tensor = found[:first]) -> None:
-            kept.offer({"solution": now.solution, **({"done": done} if len(done) else {})}, facts())
+            def state() -> Offered:
+                cut = now.state()
+                if cut is None:
+                    return None
+                tensors = {f"cg.{name}": tensor for name, tensor in cut.tensors.items()}
+                return tensors | ({"done": done} if len(done) else {}), facts() | {"cg": cut.facts}
+
+            kept.follow(state)
 
         with kept.guarded():
-            solved = gaussian.draws(e, u, start=start, callback=note, progress=progress)
+            solved = gaussian.draws(e, u, resumed=start, callback=note, progress=progress)
         start = None
         found[first : first + len(e)] = posterior.solved(solved)
         iterations += solved.result.iterations.tolist()
@@ -252,7 +273,17 @@ def _by_sgd(
     assert chosen.batch_size is not None
     descent = Descent(posterior, chosen.objective, chosen.batch_size, seed, chosen.samples)
     if kept.tensors:
-        state = SGDState.load({name: t.to(descent.root.device) for name, t in kept.tensors.items()}, kept.facts["sgd"])
+        shape = (chosen.samples, posterior.n_weights)
+        for name in ("iterate", "velocity", "average"):
+            tensor(kept.tensors, name, shape, posterior.network.dtype)
+        steps = chosen.epochs * len(descent.parts)
+        tensor(kept.tensors, "gradient_norms", (steps, chosen.samples), least=0)
+        tensor(kept.tensors, "clipped", (chosen.samples,), torch.int64)
+        config = entry(kept.facts, "sgd", dict)
+        count(config, "step", least=0, most=steps)
+        count(config, "steps", least=steps, most=steps)
+        with sound("draw"):
+            state = SGDState.load({name: t.to(descent.root.device) for name, t in kept.tensors.items()}, config)
     else:
         rate = chosen.learning_rate or descent.learning_rate(0.9)
         settings = SGDSettings(chosen.epochs * len(descent.parts), rate, 0.9, chosen.clip, "tail", 0.5)
@@ -287,4 +318,9 @@ def _facts(posterior: ImplicitPosterior, chosen: Options, seed: int) -> dict[str
         "data": posterior.curvature.digest,
         "precision": tensors_digest({"precision": posterior.weight_prior.vector()}),
         "scale": float(posterior.scale.detach()),
+        "likelihood": posterior.likelihood.to_config(),
+        "fitted_likelihood": posterior.fitted_likelihood.to_config(),
+        "tolerance": posterior.gaussian.tolerance,
+        "max_iterations": posterior.solver.max_iterations,
+        "preconditioned": posterior.solver.preconditioner is not None,
     }

@@ -97,7 +97,7 @@ class ImplicitPosterior(SolvedPosterior):
             generator: source of randomness; seeded with 0 by default. Both solvers and both objectives give the same
                 draws for the same seed, up to their errors.
             checkpoint: a file to save progress in, at intervals and when interrupted. A call with the same arguments
-                resumes from it: SGD gives the same numbers up to the rounding of products, CG the same tolerance.
+                resumes from it, and gives the numbers that it would have given without the interruption.
             progress: show a bar; by default on a terminal only.
 
         Memory: about 7 blocks of (K, P) in the network's dtype for SGD and 8 for CG, besides the network's own.
