@@ -37,10 +37,12 @@ export PIP_REQUIRE_VIRTUALENV := 1
 export PIP_USER := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo test-torch bench peer-test fuzz sbc format clean
+.PHONY: help test tamper kills demo test-torch bench peer-test fuzz sbc format clean
 
 help:
 	@echo "make test    set up, then lint, type check, import contracts and tests (PYTEST_ARGS=... goes to pytest)"
+	@echo "make tamper  edit N=1000 files, which must be refused or give equal results"
+	@echo "make kills   kill each long work N=20 times, which must go on to equal results"
 	@echo "make demo    set up, then run 'lapis demo' (DEMO_ARGS=... goes to it)"
 	@echo "              (TORCH_INDEX=<url>: an index with CPU builds of torch, which save a download of gigabytes)"
 	@echo "make test-torch TORCH=2.6.0  run the tests on another version of torch, in a virtual environment of its own"
@@ -62,6 +64,14 @@ test: $(READY)
 	@$(BIN)/lint-imports --no-logo
 	@echo "== pytest"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Reliability kits at full size: see docs/reliability.md.
+N ?=
+tamper: $(READY)
+	@$(BIN)/python tests/tampering.py $(or $(N),1000)
+
+kills: $(READY)
+	@$(BIN)/python tests/killing.py $(or $(N),20)
 
 demo: $(READY)
 	@$(BIN)/lapis demo $(DEMO_ARGS)

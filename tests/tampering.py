@@ -206,7 +206,7 @@ def edited(case: Case, target: Path, level: str, source: random.Random) -> str:
 
 
 def judged(case: Case, target: Path, expected: list[Tensor]) -> str:
-    """"refused", "equal", "other" (finite results that differ), "not finite", or the name of a raw error."""
+    """ "refused", "equal", "other" (finite results that differ), "not finite", or the name of a raw error."""
     before = target.read_bytes()
     try:
         found = case.use(target)

@@ -134,9 +134,9 @@ def train(
         "epochs": budget.epochs, "learning_rate": budget.learning_rate, "schedule": schedule, "batch_size": batch_size,
         "seed": seed, "burn_in": budget.burn_in, "every": budget.every, "hyper_steps": hyper_steps, "noise": noise,
         "n_data": found.n_data,
-        "structure": structure, "curvature": curvature, "patience": patience,
-        "optimiser": described(run.optimiser), "likelihood": family.to_config(), "n_weights": network.size,
-        "network": layout_digest(network), "data": hashlib.sha256(found.digest.encode()).hexdigest()[:16],
+        "n_weights": network.size, "network": layout_digest(network),
+        "data": hashlib.sha256(found.digest.encode()).hexdigest()[:16], "structure": structure, "curvature": curvature,
+        "patience": patience, "optimiser": described(run.optimiser), "likelihood": family.to_config(),
         # without one it follows from the first weights, which a network that goes on need not have
         "prior": None if prior is None else tensors_digest(start.tensors(), json.dumps(start.config())),
     }  # fmt: skip
