@@ -66,12 +66,13 @@ test: $(READY)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Reliability kits at full size: see docs/reliability.md.
-N ?=
+tamper: N := 1000
 tamper: $(READY)
-	@$(BIN)/python tests/tampering.py $(or $(N),1000)
+	@$(BIN)/python tests/tampering.py $(N)
 
+kills: N := 20
 kills: $(READY)
-	@$(BIN)/python tests/killing.py $(or $(N),20)
+	@$(BIN)/python tests/killing.py $(N)
 
 demo: $(READY)
 	@$(BIN)/lapis demo $(DEMO_ARGS)
