@@ -2,7 +2,7 @@
 
 from lapis.network.choice import Weights
 from lapis.network.flat import flat_gradient, split_vector
-from lapis.network.held import held
+from lapis.network.locking import held
 from lapis.network.network import Network
 from lapis.network.untouched import differentiating, evaluating, full_precision, restored_modes
 

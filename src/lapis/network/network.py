@@ -20,8 +20,8 @@ from lapis.errors import DataError, ModelError, OptionError
 from lapis.hashing import hash_tensors
 from lapis.network.choice import Weights, choose
 from lapis.network.flat import check_in_memory, flat_gradient, split_vector
-from lapis.network.held import held
 from lapis.network.last_layer import last_layer
+from lapis.network.locking import held
 from lapis.network.untouched import (
     PlainFunctions,
     differentiating,

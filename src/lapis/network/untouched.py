@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lapis.errors import ModelError
-from lapis.network.held import held
+from lapis.network.locking import held
 
 LARGEST_KEPT = 2**25 - 2**16
 """Just below the upper limit of glibc's dynamic mmap threshold (32 MiB)."""
