@@ -15,13 +15,11 @@ from lapis.batches import Batch, Inputs, batches
 from lapis.curvature.accumulate import accumulate, accumulate_factors
 from lapis.curvature.blocks.block import BlockGaussian
 from lapis.curvature.blocks.lowrank import RANK_FRACTION, load_leading
-from lapis.curvature.blocks.partition import BUILDERS, Structure, build_blocks, grouped_spectrum, is_packed
+from lapis.curvature.blocks.partition import grouped_spectrum
 from lapis.curvature.blocks.scaled import ScaledGaussian
 from lapis.curvature.blocks.spectrum import GroupedSpectrum
 from lapis.curvature.products.ggn import ImplicitCurvature
-from lapis.curvature.recording.sites import Plan
-from lapis.curvature.sums import MOST_APART, Curvature
-from lapis.curvature.tape import ExampleBytes, Tape
+from lapis.curvature.sums import Curvature
 from lapis.errors import LapisWarning, MemoryBudgetError, OptionError
 from lapis.evidence import Training
 from lapis.likelihoods import Gaussian, Likelihood
@@ -29,6 +27,7 @@ from lapis.network import Network, full_precision
 from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace import tuning_by_evidence as tuning
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
+from lapis.posteriors.laplace.curvature_state import curvature_from_state, curvature_state
 from lapis.posteriors.laplace.family import LaplaceFamily
 from lapis.posteriors.laplace.foretelling import warn_of_doubt
 from lapis.posteriors.laplace.leave_one_out import chosen_width
@@ -38,7 +37,7 @@ from lapis.posteriors.predicting.linearised import linearised
 from lapis.posteriors.same_data import same_batches
 from lapis.predictions import LatentGaussian
 from lapis.priors import WeightPrior
-from lapis.schema import optional, under, word, wrong
+from lapis.schema import optional
 
 ROUNDED = 0.1  # rounding errors of the curvature beyond this fraction of the smallest prior precision cause a warning
 
@@ -353,59 +352,17 @@ class LaplacePosterior(LaplaceFamily):
 
     def state(self) -> State:
         """The family's state, and the sums of every block."""
-        state, sums = super().state(), self.curvature
-        blocks = {f"block.{i}.{name}": t for i, block in enumerate(sums.blocks) for name, t in block.state().items()}
-        for c, parts in enumerate(sums.apart or ()):
-            for i, part in enumerate(parts):
-                blocks |= {f"output.{c}.{i}.{name}": tensor for name, tensor in part.part_state(c == 0).items()}
-        options: dict[str, str] = {}
-        for block in sums.blocks:
-            options |= block.options()
-        config = {
-            "options": options,
-            "curvature": sums.kind,
-            "fisher_samples": sums.fisher_samples,
-            "example_bytes": sums.tape.example_bytes,
-            "sites": [site.to_config() for site in sums.tape.plan.sites],
-            "general": sorted(sums.tape.plan.general),
-            "apart": len(sums.apart or ()),
-            "positions": sums.positions,
-            "choices": self.choices,
-            "training": self.training and asdict(self.training),
-        }
-        return State(state.config | config, state.tensors | blocks | {"statistics": sums.statistics})
+        state, sums = super().state(), curvature_state(self.curvature)
+        config = {"choices": self.choices, "training": self.training and asdict(self.training)}
+        return State(state.config | sums.config | config, state.tensors | sums.tensors)
 
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> LaplacePosterior:
-        """Rebuild the tape from its stored plan, and fill the blocks with their sums."""
+        """The posterior with the stored sums."""
         fields = cls._fields(state, network, likelihood, facts)
-        options = {"sharing": "expand", "bias": "joint"} | state.entry("options", dict[str, str])
-        tape = Tape(network, likelihood.canonical)
-        tape.plan = Plan.from_config(state.entry("sites", list), state.entry("general", list[str]), network)
-        tape.example_bytes = ExampleBytes(*state.entry("example_bytes", tuple[int, int, int, int]))
-        structure: Structure = state.word("structure", tuple(BUILDERS))  # type: ignore[assignment]
-        if structure == "dense" and not is_packed(network.size):  # before a matrix of this size is allocated
-            state.tensor("block.0.curvature", (network.size, network.size))
-        sharing, bias = word(options, "sharing", ("expand", "reduce")), word(options, "bias", ("joint", "separate"))
-        blocks = build_blocks(structure, tape.plan.sites, sharing, bias, facts.memory_budget)
-        for i, block in enumerate(blocks):
-            block.load(block.check_state(under(f"block.{i}.", state.tensors)))
-        kind = state.word("curvature", ("ggn", "sampled", "empirical", "hessian"))
-        apart = None
-        if state.count("apart", least=0, most=MOST_APART):
-            if state.config["apart"] != facts.n_outputs or kind != "ggn":
-                raise wrong("apart", f"0, or {facts.n_outputs} outputs of the GGN", repr(state.config["apart"]))
-            apart = [[block.fresh() for block in blocks] for _ in range(facts.n_outputs)]
-        for c, parts in enumerate(apart or ()):
-            for i, part in enumerate(parts):
-                part.load(part.check_state(under(f"output.{c}.{i}.", state.tensors), part=True))
-        sums = Curvature(
-            kind, tape, blocks, cls._statistics(state, "statistics", likelihood, facts),
-            facts.n_data, state.count("fisher_samples"), facts.signature, facts.n_outputs,
-            state.count("digest", least=0), apart=apart, positions=state.count("positions"),
-        )  # fmt: skip
+        statistics = cls._statistics(state, "statistics", likelihood, facts)
         return cls(
-            curvature=sums,
+            curvature=curvature_from_state(state, network, likelihood, facts, statistics),
             choices=tuple(state.entry("choices", tuple[str, ...])),
             training=optional(Training, state.entry("training", dict | None)),
             **fields,
