@@ -63,18 +63,29 @@ def calibrated(fit: Fit) -> Fit:
     return once("calibrated", lambda task: fit(task).calibrate(task.validation))  # type: ignore[attr-defined]
 
 
-def subnetwork(task: Task) -> lapis.Posterior:
-    chosen = lapis.Subnetwork(task.subnetwork)
-    return lapis.laplace(task.network(), task.train, task.likelihood, weights=chosen).tune()
+def subnetwork(variances: Fit | None = None) -> Fit:
+    """The weights of largest variance: of a diagonal Laplace posterior, or of another.
+
+    Weights that no example reaches have the largest variances of all under the former, and change no prediction.
+    """
+
+    def fit(task: Task) -> lapis.Posterior:
+        chosen = lapis.Subnetwork(task.subnetwork, from_=None if variances is None else variances(task))
+        return lapis.laplace(task.network(), task.train, task.likelihood, weights=chosen).tune()
+
+    return fit
 
 
-def swag(task: Task) -> lapis.Posterior:
+def _swag(task: Task) -> lapis.Posterior:
     """Snapshots from the trained network on."""
     model = copy.deepcopy(task.network())
     return lapis.swag(
         model, task.train, task.likelihood, epochs=0, snapshots=task.snapshots, weight_decay=task.training.decay,
         generator=task.generator(), progress=False,
     )  # fmt: skip
+
+
+swag = once("SWAG", _swag)
 
 
 def dropout(task: Task) -> lapis.Posterior:
@@ -128,7 +139,8 @@ CLASSIFIERS: dict[str, Method] = {
     "Kronecker": Method(KRONECKER),
     "last layer": Method(LAST_LAYER),
     "last layer, refined": Method(refined(LAST_LAYER)),
-    "subnetwork": Method(subnetwork),
+    "subnetwork": Method(subnetwork()),
+    "subnetwork, by SWAG": Method(subnetwork(swag)),
     "SWAG": Method(swag, DRAWN),
     "dropout": Method(dropout, DRAWN),
     "ensemble": Method(ensemble),
