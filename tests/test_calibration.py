@@ -317,7 +317,7 @@ def test_draws_are_narrowed_or_widened_by_one_factor(networks: dict[str, nn.Modu
 
 def test_options_without_a_meaning_are_refused(networks: dict[str, nn.Module]) -> None:
     posterior = fit(networks["poisson"], "poisson", "diagonal")
-    with pytest.raises(lapis.OptionError, match="temperature=True or False"):
+    with pytest.raises(lapis.OptionError, match="Bad temperature"):
         posterior.calibrate(problem("poisson", 5, 7), temperature=2.0)
     with pytest.raises(lapis.OptionError, match="link has no meaning"):
         posterior.calibrate(problem("poisson", 5, 7), link="probit")

@@ -73,7 +73,8 @@ def test_drawn_networks_are_those_of_sample(
     model, x = build().double(), torch.randn(rows, *shape, dtype=F64)
     data = x[:6], torch.randn(6, 2, dtype=F64)
     prior = lapis.Prior(3.0, groups=groups)
-    posterior = lapis.laplace(model, data, "regression", structure=structure, bias=bias, prior=prior)  # type: ignore[arg-type]
+    options = {"bias": bias} if structure in ("kronecker", "ekfac") else {}
+    posterior = lapis.laplace(model, data, "regression", structure=structure, prior=prior, **options)  # type: ignore[arg-type]
     if groups == "parameter":
         precision = torch.linspace(1.0, 4.0, len(posterior.weight_prior.precision), dtype=F64)
         posterior = posterior.with_prior(lapis.Prior(precision, groups=groups))

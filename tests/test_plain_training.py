@@ -73,7 +73,7 @@ def test_mistakes_are_named_before_training_and_divergence_when_it_happens() -> 
         ({"optimiser": "lbfgs"}, "Unknown optimiser"),
         ({"schedule": "step"}, "Unknown schedule"),
         ({"batch_size": 0}, "Bad batch_size"),
-        ({"generator": 3}, "no source of randomness"),
+        ({"generator": 3}, "Bad generator"),
     ):
         with pytest.raises(lapis.OptionError, match=message):
             fit_network(model, (x, y), "regression", **options)

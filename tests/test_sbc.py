@@ -22,8 +22,8 @@ def test_posteriors_of_another_width_are_noticed() -> None:
     found = ranks(
         MODELS["linear Gaussian"],
         {
-            "too narrow": lambda *problem: FITS["dense"](*problem).with_prior(8.0),
-            "too wide": lambda *problem: FITS["dense"](*problem).with_temperature(6.0),
+            "too narrow": lambda *problem: FITS["dense"](*problem).with_temperature(1 / 6),
+            "too wide": lambda *problem: FITS["dense"](*problem).with_temperature(40.0),
         },
         SIMULATIONS,
         DRAWS,

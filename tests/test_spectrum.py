@@ -76,7 +76,7 @@ def posterior_of(structure: str, groups: str, likelihood: str, temperature: floa
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x = torch.randn(30, 3, dtype=F64)
     y = torch.randn(30, 2, dtype=F64) if likelihood == "regression" else torch.randint(2, (30,))
-    bias = "separate" if structure == "separate" else "joint"
+    bias = {"separate": "separate", "kronecker": "joint", "ekfac": "joint"}.get(structure)
     return lapis.laplace(
         model, (x, y), likelihood, structure={"separate": "kronecker"}.get(structure, structure),
         bias=bias, prior=lapis.Prior(0.7, groups=groups, mean=0.1), temperature=temperature,

@@ -280,7 +280,7 @@ def test_one_call_trains_collects_and_leaves_the_mean() -> None:
         ({"epochs": -1}, "Bad epochs"),
         ({"collecting_rate": 0.0}, "Bad collecting_rate"),
         ({"rank": 1}, "One deviation"),
-        ({"generator": 3}, "no source of randomness"),
+        ({"generator": 3}, "Bad generator"),
     ):
         with pytest.raises(lapis.OptionError, match=message):
             run(**options)

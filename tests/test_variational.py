@@ -475,7 +475,7 @@ def test_bad_arguments_are_refused_before_any_work() -> None:
         ({"deviation": -1.0}, "Bad deviation"),
         ({"deviation": torch.zeros(39)}, "Bad deviation"),
         ({"reparameterisation": "none"}, "Unknown reparameterisation"),
-        ({"generator": 3}, "no source of randomness"),
+        ({"generator": 3}, "Bad generator"),
         ({"prior": -1.0}, "out of range"),
         ({"weights": "nobody"}, "No weight is called"),
         ({"rank": 1000, "memory_budget": 2**20}, "rank 1000 over 39 weights does not fit"),

@@ -260,10 +260,16 @@ def read(path: Path, kind: str = "posterior") -> Contents:
 def _opened(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Header and tensors of a safetensors file."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise _not_whole(path, kind, "no regular file")
-        with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        while True:
+            before = path.stat()
+            if not stat.S_ISREG(before.st_mode):
+                raise _not_whole(path, kind, "no regular file")
+            with safe_open(path, framework="pt") as file:
+                found = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            after = path.stat()
+            # safetensors opens the path twice, and a writer may have replaced the file in between
+            if (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns):
+                return found
     except FileNotFoundError as error:
         raise FileError(
             f"There is no file {path}",

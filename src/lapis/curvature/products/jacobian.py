@@ -299,7 +299,7 @@ class Jacobian:
             cause: BaseException | None = None
             try:
                 if self._proven(batch.inputs, mode, len(block), pushes):
-                    return product(self._pass(batch.inputs), block, mode)
+                    return product(Pass(self.network, self.canonical, batch.inputs), block, mode)
             except DERIVATIVE_ERRORS as error:
                 if mode == "rows":
                     raise
@@ -321,7 +321,7 @@ class Jacobian:
         together = count if mode in BATCHED_MODES else 1
 
         def agrees() -> bool:
-            return agrees_with_backward(self._pass(inputs), mode, self._random(together))
+            return agrees_with_backward(Pass(self.network, self.canonical, inputs), mode, self._random(together))
 
         return self.network.proofs.holds(shortcut_name(mode), (together, describe(inputs)), agrees)
 
@@ -332,7 +332,7 @@ class Jacobian:
         inputs, vectors = timed_examples(first, graph), self._random(min(count, TIMED_VECTORS))
 
         def product(mode: str) -> Tensor:
-            examples = self._pass(inputs)
+            examples = Pass(self.network, self.canonical, inputs)
             return examples.pull(examples.push(vectors, mode, tracked=True), mode)
 
         working = []
@@ -380,9 +380,6 @@ class Jacobian:
                 output, held = self.network.traced(take(self.batches[0].inputs, 0, 1))
             self._facts.graph_bytes = sum(held) + output.nbytes, max(held, default=output.nbytes)
         return self._facts.graph_bytes
-
-    def _pass(self, inputs: Inputs) -> Pass:
-        return Pass(self.network, self.canonical, inputs)
 
     def _random(self, count: int) -> Tensor:
         """The same random vectors (count, P) every time."""

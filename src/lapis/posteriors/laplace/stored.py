@@ -132,7 +132,8 @@ class LaplacePosterior(LaplaceFamily):
         step = min(samples, max(1, self.facts.memory_budget // (DRAW_COPIES * 8 * self.n_weights)))
         noise = self.mean.new_empty(step, self.n_weights)
         sizes = [block.size for block in self.curvature.blocks]
-        for some in torch.split(draws, step):
+        for start in range(0, samples, step):
+            some = draws[start : start + step]
             # noise drawn one by one, so that one call with n samples and n calls with one give the same draws
             for row in noise[: len(some)]:
                 row.copy_(white_noise(self.network, source))
