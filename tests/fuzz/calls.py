@@ -32,8 +32,8 @@ def words(text: str) -> frozenset[str]:
 
 
 RESULTS = words("""
-    Comparison Reliability CGProgress CGResult CGState Eigenpairs Estimate LanczosResult QuadratureEstimate SGDResult SGDState
-    SpectralQuadrature sgd style Bootstrap RiskCoverage
+    Comparison Reliability CGProgress CGResult CGState Eigenpairs Estimate LanczosResult QuadratureEstimate SGDResult
+    SGDState SpectralQuadrature sgd style Bootstrap RiskCoverage
 """)
 """Classes that functions return and nobody makes, and functions of such objects."""
 
