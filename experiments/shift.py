@@ -32,7 +32,7 @@ from methods.images import (
     stored,
 )
 from methods.rows import Row, read
-from methods.tables import by_column, failures, mean, scored
+from methods.tables import by_column, mean, scored
 from methods.task import Task
 from torch import Tensor, nn
 from trust.networks import Training
@@ -187,14 +187,9 @@ def report(chosen: argparse.Namespace) -> None:
     parts = [part for name, setting in settings.items() if (part := setting_report(rows, name, setting))]
     if not parts:
         return
-    chosen.figures.mkdir(parents=True, exist_ok=True)
-    drawn = figure(rows, settings)
-    drawn.savefig(chosen.figures / f"{chosen.name}.png", dpi=130)
-    plt.close(drawn)
-    opening = "# Under shift\n\n" + " ".join((__doc__ or "").split())
     note = "Means over seeds ± their standard error; shifted: the mean over all shifts; the best in bold."
-    pages = "\n\n".join([opening, note, *parts]) + failures(rows)
-    command.write_report(chosen, f"{pages}\n\n![Scores under shift](../figures/{chosen.name}.png)")
+    about = command.About("Under shift", __doc__ or "", note, "Scores under shift")
+    command.write_page(chosen, about, parts, rows, figure(rows, settings))
 
 
 def main() -> None:

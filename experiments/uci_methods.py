@@ -24,7 +24,7 @@ from common import table
 from methods import command
 from methods.fits import REGRESSIONS
 from methods.rows import Row, read
-from methods.tables import by_column, failures, mean, scored, standard_error
+from methods.tables import by_column, mean, scored, standard_error
 from methods.task import Task
 from torch import Tensor, nn
 from trust.networks import Training
@@ -193,14 +193,9 @@ def report(chosen: argparse.Namespace) -> None:
     parts = [part for kind in KINDS if (part := kind_report(rows, kind, settings))]
     if not parts:
         return
-    chosen.figures.mkdir(parents=True, exist_ok=True)
-    drawn = figure(rows, settings)
-    drawn.savefig(chosen.figures / f"{chosen.name}.png", dpi=130)
-    plt.close(drawn)
-    opening = "# Regression, standard and gap splits\n\n" + " ".join((__doc__ or "").split())
     note = "Means over splits ± their standard error; the best in bold."
-    pages = "\n\n".join([opening, note, *parts]) + failures(rows)
-    command.write_report(chosen, f"{pages}\n\n![Log likelihood by method](../figures/{chosen.name}.png)")
+    about = command.About("Regression, standard and gap splits", __doc__ or "", note, "Log likelihood by method")
+    command.write_page(chosen, about, parts, rows, figure(rows, settings))
 
 
 def main() -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import matplotlib.pyplot as plt
 import torch
 from common import FIGURES, RESULTS, ROOT
+from matplotlib.figure import Figure
 
 from methods.rows import Row, append, cell, measured, read, settled
+from methods.tables import failures
 
 LIMIT = 900
 """Seconds of the processor that a column may take; one that takes longer is not tried again under the same limit."""
@@ -105,3 +109,24 @@ def write_report(chosen: argparse.Namespace, text: str) -> None:
     chosen.results.mkdir(parents=True, exist_ok=True)
     (chosen.results / f"{chosen.name}.md").write_text(f"{text}\n\n{line}\n", encoding="utf-8")
     print(text)  # noqa: T201
+
+
+@dataclass(frozen=True)
+class About:
+    """The words of a page: its title, what was done, a note on the tables, and the caption of the figure."""
+
+    title: str
+    text: str
+    note: str
+    caption: str
+
+
+def write_page(
+    chosen: argparse.Namespace, about: About, parts: Sequence[str], rows: Sequence[Row], figure: Figure
+) -> None:
+    """Tables and figure as a page of docs/results/."""
+    chosen.figures.mkdir(parents=True, exist_ok=True)
+    figure.savefig(chosen.figures / f"{chosen.name}.png", dpi=130)
+    plt.close(figure)
+    text = "\n\n".join([f"# {about.title}", " ".join(about.text.split()), about.note, *parts]) + failures(rows)
+    write_report(chosen, f"{text}\n\n![{about.caption}](../figures/{chosen.name}.png)")
