@@ -486,3 +486,20 @@ def test_bad_arguments_are_refused_before_any_work() -> None:
                 lapis.variational(model, data, "classification", **options)
         with pytest.raises(lapis.DataError, match="reads the data many times"):
             lapis.variational(model, iter([data]), "classification")
+
+
+@pytest.mark.parametrize("reparameterisation", ["local", "weights"])
+def test_activation_checkpointing_is_refused(reparameterisation: Any) -> None:
+    """Layers that run again in the backward pass no longer have the drawn weights, and torch need not notice."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 5), nn.Linear(5, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(lambda h: self.two(self.one(h).tanh()), x, use_reentrant=False)
+
+    model, x = Checkpointed().double(), torch.randn(8, 3, dtype=torch.float64)
+    with untouched(model), pytest.raises(lapis.ModelError, match="checkpointing off"):
+        lapis.variational(model, (x, x[:, :1]), lapis.Gaussian(0.5), steps=2, reparameterisation=reparameterisation)

@@ -49,7 +49,7 @@ UNMAKEABLE = words("""
     latent from_state quick_draws draws source outputs_of_data recurved with_own_noise solved load begin scaled_noise
     has_proportions_of layout spread positions expected_hessian curved log_likelihood with_precision squared_distance
     typical_of of span differs_in_precision_only average_weight check root root_transposed curvature_scale
-    vectors mean_and_point tensor
+    vectors mean_and_point tensor entry number count word
 """)
 """Such methods whose arguments only the library can make."""
 

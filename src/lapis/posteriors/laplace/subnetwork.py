@@ -91,6 +91,7 @@ class Subnetwork:
 
     def size(self, network: Network) -> int:
         """How many weights it chooses; OptionError if `network`, of all trainable weights, has fewer."""
+        check_arguments(Subnetwork.size, locals())
         if self._is_mask:
             masks = self.by.values() if isinstance(self.by, Mapping) else [self.by]
             count = sum(int(mask.sum()) for mask in masks if isinstance(mask, Tensor) and mask.dtype == torch.bool)
@@ -120,6 +121,7 @@ class Subnetwork:
             network: of all trainable weights.
             variances: fits a diagonal posterior and returns its marginal variances (P,); called if `needs_fit`.
         """
+        check_arguments(Subnetwork.choose, locals())
         count = self.size(network)
         note = f"{count:,} of {network.size:,} weights, "
         if self._is_mask:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lapis.batches import Batch, Inputs, batch_length, batches, describe, digest, map_tensors, take
 from lapis.checkpoint import Checkpoint
 from lapis.curvature.tape import Tape
-from lapis.errors import LapisWarning, MemoryBudgetError, OptionError
+from lapis.errors import LapisWarning, MemoryBudgetError, ModelError, OptionError
 from lapis.files import tensors_digest
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
@@ -230,12 +230,32 @@ def _check_memory(network: Network, rank: int, memory_budget: int) -> None:
 
 def _first_look(network: Network, likelihood: Likelihood, example: Inputs) -> int:
     """The number of outputs, after a check of a few examples: they must not see each other."""
+    _refuse_checkpointing(network, example)
     f = Tape(network, likelihood.canonical).record(example).f
     likelihood.check_outputs(f)
     suspicion = likelihood.suspicion(f)
     if suspicion is not None:
         warnings.warn(suspicion, LapisWarning, stacklevel=3)
     return f.shape[-1]
+
+
+def _refuse_checkpointing(network: Network, example: Inputs) -> None:
+    """ModelError if layers run again in the backward pass, where they would no longer have the drawn weights."""
+    again: list[bool] = []
+    output = network.call(example)
+    hooks = [m.register_forward_pre_hook(lambda *_: again.append(True)) for m in network.module.modules()]
+    try:
+        torch.autograd.grad(output.sum(), list(network.parameters.values()), allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if again:
+        raise ModelError(
+            "Layers run again in the backward pass, when the drawn weights are no longer in their place",
+            expected="a network without activation checkpointing",
+            got=f"{len(again)} calls of layers in a backward pass",
+            do="switch activation checkpointing off for this fit",
+        )
 
 
 def _sizes(example: Inputs) -> list[Inputs]:
