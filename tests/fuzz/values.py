@@ -25,7 +25,7 @@ from fuzz.worlds import FITS, World
 from lapis.solvers import Diagonal, Operator
 
 SIGNED = frozenset(
-    {"seed", "ignore_index", "max_iterations", "mean", "momentum", "precision", "log_determinant", "axis"}
+    {"seed", "ignore_index", "max_iterations", "mean", "momentum", "precision", "log_determinant", "axis", "rank"}
 )
 """Numbers that may be zero or negative, or are checked when used."""
 

@@ -152,6 +152,14 @@ class CallablePreconditioner(Preconditioner):
 
     def __post_init__(self) -> None:
         check_arguments(CallablePreconditioner, vars(self), signed=("log_determinant",))
+        known = self.log_determinant
+        if isinstance(known, Tensor) and (known.numel() != 1 or known.is_meta or not bool(torch.isfinite(known).all())):
+            raise DataError(
+                "No log-determinant",
+                expected="one finite number",
+                got=f"a tensor {tuple(known.shape)}" + (" that is not finite" if known.numel() == 1 else ""),
+                do="pass log |M|, or leave log_determinant out",
+            )
 
     def solve(self, vectors: Tensor) -> Tensor:
         return self._applied(self.inverse, "inverse", vectors)
@@ -195,11 +203,11 @@ def preconditioned(operator: Operator, preconditioner: Preconditioner) -> Operat
 
 
 def _positive_vector(diagonal: Tensor) -> Tensor:
-    if diagonal.dim() != 1:
+    if diagonal.dim() != 1 or diagonal.is_meta:
         raise DataError(
             "No diagonal of a matrix",
-            expected="shape (P,)",
-            got=str(tuple(diagonal.shape)),
+            expected="shape (P,)" + (" with values" if diagonal.is_meta else ""),
+            got=f"{tuple(diagonal.shape)} on {diagonal.device}",
             do="pass matrix.diagonal()",
         )
     if not bool((torch.isfinite(diagonal) & (diagonal > 0)).all()):

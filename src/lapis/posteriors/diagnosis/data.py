@@ -60,7 +60,7 @@ def _add(posterior: Posterior, batch: Batch, seen: Seen) -> None:
             seen.suspicion = likelihood.suspicion(likelihood.canonical(network.call(first.inputs)))
     with network.prepared(), torch.no_grad():
         raw = network.call(batch.inputs)
-        f = likelihood.canonical(raw)
+        f = likelihood.canonical(raw).detach()  # it may be a parameter itself
     seen.plain.add(plain_prediction(likelihood, f, tuple(raw.shape)), batch.targets)
     prediction = posterior.predict(batch.inputs, progress=False)
     seen.posterior.add(prediction, batch.targets)
