@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import lapis
 from lapis.batches import batches
-from lapis.posteriors.laplace import held_out
-from lapis.posteriors.laplace.held_out import Predicted, Setting, Swept
+from lapis.posteriors.laplace.calibration import held_out
+from lapis.posteriors.laplace.calibration.held_out import Predicted, Setting, Swept
 from untouched import untouched
 
 F64 = torch.float64

@@ -27,7 +27,7 @@ from torch.distributions import MultivariateNormal
 import lapis
 import reference
 from cases import CASES
-from lapis.posteriors.laplace.own_noise import gamma_of_outputs
+from lapis.posteriors.laplace.tuning.own_noise import gamma_of_outputs
 
 F64 = torch.float64
 STRUCTURES = ("dense", "diagonal", "kronecker", "ekfac")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lapis
 from lapis.batches import Batch
-from lapis.posteriors.laplace.leave_one_out import _left_out, _loss, _without_itself, chosen_width
+from lapis.posteriors.laplace.tuning.leave_one_out import _left_out, _loss, _without_itself, chosen_width
 from lapis.predictions import LatentGaussian
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import lapis
 import lapis.curvature.products.ggn
 from cases import CASES
-from lapis.posteriors.laplace import drawing
-from lapis.posteriors.laplace.tuning_by_draws import _stretch
+from lapis.posteriors.laplace.matrix_free import drawing
+from lapis.posteriors.laplace.tuning.by_draws import _stretch
 from reference import case_data, case_ggn, case_jacobians
 from untouched import untouched
 

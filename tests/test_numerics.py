@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lapis
 from lapis.errors import DataError, LapisError, ModelError, NotPositiveDefiniteError
-from lapis.posteriors.laplace import tuning_by_evidence
+from lapis.posteriors.laplace.tuning import by_evidence
 from lapis.predictions import LatentSamples, predict
 
 F32, F64 = torch.float32, torch.float64
@@ -407,14 +407,14 @@ def test_the_record_of_tuning_is_the_evidence_of_the_result(structure: str, monk
     found = start.tune(max_iterations=2)
     assert found.tuning is not None
     torch.testing.assert_close(torch.tensor(found.tuning.log_evidence, dtype=F64), found.log_evidence())
-    original, calls = tuning_by_evidence.at_mode, []
+    original, calls = by_evidence.at_mode, []
 
     def elsewhere(posterior: Any, problem: Any, begin: Any = None, *, anywhere: bool = False) -> Any:
         mode = original(posterior, problem, begin, anywhere=anywhere)
         calls.append(mode)
         return replace(mode, tangent=replace(mode.tangent, weights=mode.tangent.weights + 0.1 * len(calls)))
 
-    monkeypatch.setattr(tuning_by_evidence, "at_mode", elsewhere)
+    monkeypatch.setattr(by_evidence, "at_mode", elsewhere)
     found = start.tune(max_iterations=2)
     assert found.tuning is not None
     torch.testing.assert_close(torch.tensor(found.tuning.log_evidence, dtype=F64), found.log_evidence())

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import lapis
 from lapis.errors import LapisWarning
-from lapis.posteriors.laplace.own_noise import gamma_of_outputs
 from lapis.posteriors.laplace.stored import LaplacePosterior
+from lapis.posteriors.laplace.tuning.own_noise import gamma_of_outputs
 
 F64 = torch.float64
 TRUE = torch.tensor([0.05, 0.5], dtype=F64)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lapis
 from lapis.curvature.blocks import spectrum as grid
 from lapis.evidence import evaluate, gradient
-from lapis.posteriors.laplace.tuning_by_evidence import candidates, maximised, spectral_evidence
+from lapis.posteriors.laplace.tuning.by_evidence import candidates, maximised, spectral_evidence
 
 F64 = torch.float64
 

@@ -13,7 +13,7 @@ from lapis.evidence import tangent
 from lapis.evidence.linear_head import LinearHead, linear_head
 from lapis.likelihoods import Categorical, Gaussian, Likelihood
 from lapis.network import Network
-from lapis.posteriors.laplace import tuning_by_evidence
+from lapis.posteriors.laplace.tuning import by_evidence
 
 
 class Tokens(nn.Module):
@@ -111,7 +111,7 @@ def test_a_last_layers_mode_runs_the_network_twice(monkeypatch: pytest.MonkeyPat
     """Once for its outputs and once for the layer's inputs, also where the rows of J are too many to be kept."""
     model, x, y = sharp(150)
     posterior = lapis.laplace(model, (x, y), "classification", weights="last_layer", structure="diagonal")
-    monkeypatch.setattr(tuning_by_evidence, "ROWS_BYTES", 0)
+    monkeypatch.setattr(by_evidence, "ROWS_BYTES", 0)
     seen: list[int] = []
     handle = model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
     found = posterior.at_tangent_mode((x, y)).tune()

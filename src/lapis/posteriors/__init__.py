@@ -3,8 +3,8 @@
 from lapis.posteriors.dropout import DropoutPosterior
 from lapis.posteriors.ensemble import EnsemblePosterior
 from lapis.posteriors.factored import FactoredPosterior
-from lapis.posteriors.laplace.drawn import DrawnPosterior
-from lapis.posteriors.laplace.implicit import ImplicitPosterior
+from lapis.posteriors.laplace.matrix_free.drawn import DrawnPosterior
+from lapis.posteriors.laplace.matrix_free.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
 from lapis.posteriors.mixture import MixturePosterior
 from lapis.posteriors.over_weights import GaussianPosterior, LinearisedPosterior, WeightPosterior

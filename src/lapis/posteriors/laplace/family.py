@@ -20,10 +20,10 @@ from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.report import Notes
 from lapis.posteriors.evidences import Evidence
 from lapis.posteriors.laplace.arguments import TOLERATED_LOSS, TuneOptions
-from lapis.posteriors.laplace.calibration import Calibration, calibrate
+from lapis.posteriors.laplace.calibration.search import Calibration, calibrate
 from lapis.posteriors.laplace.checks import examine
-from lapis.posteriors.laplace.refinable import Refinable
-from lapis.posteriors.laplace.refinement import Refinement
+from lapis.posteriors.laplace.refinement.refinable import Refinable
+from lapis.posteriors.laplace.refinement.rounds import Refinement
 from lapis.posteriors.posterior import Facts, State
 from lapis.priors import Groups, Prior, WeightPrior, as_prior
 from lapis.schema import optional, record, wrong

@@ -29,7 +29,7 @@ from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, Weights
 from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace.arguments import refuse_options
-from lapis.posteriors.laplace.implicit import ImplicitPosterior
+from lapis.posteriors.laplace.matrix_free.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
 from lapis.posteriors.laplace.subnetwork import Subnetwork
 from lapis.posteriors.laplace.suspicion import suspicion

@@ -25,12 +25,12 @@ from lapis.evidence import Training
 from lapis.likelihoods import Gaussian, Likelihood
 from lapis.network import Network, full_precision
 from lapis.options import check_arguments, check_choice
-from lapis.posteriors.laplace import tuning_by_evidence as tuning
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.curvature_state import curvature_from_state, curvature_state
 from lapis.posteriors.laplace.family import LaplaceFamily
-from lapis.posteriors.laplace.foretelling import warn_of_doubt
-from lapis.posteriors.laplace.leave_one_out import chosen_width
+from lapis.posteriors.laplace.tuning import by_evidence as tuning
+from lapis.posteriors.laplace.tuning.foretelling import warn_of_doubt
+from lapis.posteriors.laplace.tuning.leave_one_out import chosen_width
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.drawn_network import DrawnNetwork, white_noise
 from lapis.posteriors.predicting.linearised import linearised

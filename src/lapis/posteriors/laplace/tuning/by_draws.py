@@ -29,9 +29,9 @@ from lapis.errors import LapisWarning, OptionError
 from lapis.evidence import TangentMode, TangentProblem, Tuning
 from lapis.evidence.point import LARGEST_LOG
 from lapis.options import check_choice
-from lapis.posteriors.laplace import own_noise
-from lapis.posteriors.laplace.drawing import Descent, noise
-from lapis.posteriors.laplace.foretelling import warn_of_doubt
+from lapis.posteriors.laplace.matrix_free.drawing import Descent, noise
+from lapis.posteriors.laplace.tuning import own_noise
+from lapis.posteriors.laplace.tuning.foretelling import warn_of_doubt
 from lapis.posteriors.predicting.linearised import by_draws
 from lapis.predictions import Prediction
 from lapis.predictions import predict as predict_outputs
@@ -40,7 +40,7 @@ from lapis.progress import track
 from lapis.solvers import SGDSettings, SGDState, sgd
 
 if TYPE_CHECKING:
-    from lapis.posteriors.laplace.implicit import ImplicitPosterior
+    from lapis.posteriors.laplace.matrix_free.implicit import ImplicitPosterior
     from lapis.posteriors.posterior import LatentKind
 
 SGD_EPOCHS = 10

@@ -29,8 +29,8 @@ from torch import Tensor
 from lapis.batches import Batch
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import LapisWarning, MemoryBudgetError
-from lapis.posteriors.laplace.leave_one_out import chosen_width
-from lapis.posteriors.laplace.tuning_by_evidence import detached
+from lapis.posteriors.laplace.tuning.by_evidence import detached
+from lapis.posteriors.laplace.tuning.leave_one_out import chosen_width
 from lapis.predictions.expectations import expectations, hessian_factor
 from lapis.progress import track
 from lapis.solvers import CallablePreconditioner, Operator, conjugate_gradients

@@ -14,9 +14,9 @@ from lapis.curvature.products.ggn import ImplicitCurvature, ImplicitGaussian, So
 from lapis.errors import LapisWarning, OptionError
 from lapis.network import full_precision
 from lapis.options import check_arguments, check_count
-from lapis.posteriors.laplace.drawing import white
 from lapis.posteriors.laplace.family import LaplaceFamily
-from lapis.posteriors.laplace.solver import TOLERANCES, Solver
+from lapis.posteriors.laplace.matrix_free.drawing import white
+from lapis.posteriors.laplace.matrix_free.solver import TOLERANCES, Solver
 from lapis.solvers import CallablePreconditioner, Estimate, Operator, hutchinson_diagonal
 
 BLOCKS = 12

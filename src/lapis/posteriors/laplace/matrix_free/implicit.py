@@ -17,12 +17,13 @@ from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.options import check_arguments, check_choice
-from lapis.posteriors.laplace import drawing, tuning_by_draws
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
-from lapis.posteriors.laplace.drawn import DrawnPosterior
-from lapis.posteriors.laplace.solved import SolvedPosterior
-from lapis.posteriors.laplace.solver import Solver
-from lapis.posteriors.laplace.tuning_by_evidence import checked, regrouped
+from lapis.posteriors.laplace.matrix_free import drawing
+from lapis.posteriors.laplace.matrix_free.drawn import DrawnPosterior
+from lapis.posteriors.laplace.matrix_free.solved import SolvedPosterior
+from lapis.posteriors.laplace.matrix_free.solver import Solver
+from lapis.posteriors.laplace.tuning import by_draws
+from lapis.posteriors.laplace.tuning.by_evidence import checked, regrouped
 from lapis.posteriors.over_weights import LinearisedPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.linearised import by_solves
@@ -186,7 +187,7 @@ class ImplicitPosterior(SolvedPosterior):
         samples = 4 if asked.samples is None else asked.samples
         source = self.source(samples, asked.generator)
         posterior = self if asked.groups is None else regrouped(self, asked.groups)
-        return tuning_by_draws.tune(
+        return by_draws.tune(
             posterior,
             samples=samples,
             solver="cg" if asked.solver is None else asked.solver,
@@ -217,8 +218,8 @@ class ImplicitPosterior(SolvedPosterior):
             refuse_options("The data are in their batches already", batch_size=batch_size)
         else:
             same_batches(data, self.network, self.curvature.digest, self.n_data, batch_size)
-        problem = tuning_by_draws.tangent_problem(self, tolerance, max_products)
-        mode = tuning_by_draws.tangent_mode(self, problem, problem.begin(start))
+        problem = by_draws.tangent_problem(self, tolerance, max_products)
+        mode = by_draws.tangent_mode(self, problem, problem.begin(start))
         return checked(replace(self, tangent=mode))
 
     def g_prior(self, g: float = 1.0, *, samples: int = 64, generator: torch.Generator | None = None) -> Prior:
@@ -228,7 +229,7 @@ class ImplicitPosterior(SolvedPosterior):
         mean square of `samples` vectors J^T S u, u ~ N(0, I): its entries have relative errors of sqrt(2 / samples).
         """
         check_arguments(ImplicitPosterior.g_prior, locals())
-        return tuning_by_draws.g_prior(self, g, samples, self.source(samples, generator))
+        return by_draws.g_prior(self, g, samples, self.source(samples, generator))
 
     def update(
         self,

@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lapis.batches import Batch, batches, digest
 from lapis.curvature.sums import Curvature
 from lapis.errors import LapisWarning, OptionError
-from lapis.posteriors.laplace.held_out import STEP, HeldOut, Narrowed, Predicted, Setting, Swept, fits, noisier
+from lapis.posteriors.laplace.calibration.held_out import (
+    STEP,
+    HeldOut,
+    Narrowed,
+    Predicted,
+    Setting,
+    Swept,
+    fits,
+    noisier,
+)
 from lapis.progress import track
 
 if TYPE_CHECKING:
-    from lapis.posteriors.laplace.drawn import DrawnPosterior
     from lapis.posteriors.laplace.family import LaplaceFamily
+    from lapis.posteriors.laplace.matrix_free.drawn import DrawnPosterior
     from lapis.posteriors.over_weights import LinearisedPosterior
 
 Fitted = TypeVar("Fitted", bound="LaplaceFamily")

@@ -13,7 +13,7 @@ from torch import Tensor
 from lapis.batches import Batch
 from lapis.errors import OptionError
 from lapis.options import check_arguments
-from lapis.posteriors.laplace.refinement import Refinement, refine
+from lapis.posteriors.laplace.refinement.rounds import Refinement, refine
 from lapis.posteriors.over_weights import GaussianPosterior
 from lapis.predictions import LatentGaussian
 from lapis.priors import WeightPrior

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lapis.errors import StructureError
 from lapis.evidence import Tuning
-from lapis.posteriors.laplace import tuning_by_evidence
+from lapis.posteriors.laplace.tuning import by_evidence
 
 if TYPE_CHECKING:
     from lapis.posteriors.laplace.family import LaplaceFamily
@@ -50,9 +50,7 @@ def tune(
     for _ in range(ROUNDS):
         together = not bool(perfect.any())  # a perfect output would have all noises shrink
         try:
-            found, said = tuning_by_evidence.maximised(
-                _under(best, sigma.clamp(min=floor)), method, together, left, tolerance
-            )
+            found, said = by_evidence.maximised(_under(best, sigma.clamp(min=floor)), method, together, left, tolerance)
         except StructureError:
             if not records:
                 raise

@@ -17,7 +17,7 @@ from lapis.errors import LapisWarning, NotPositiveDefiniteError, OptionError
 from lapis.evidence import Evaluate, SpectralEvidence, TangentMode, TangentProblem, evaluate
 from lapis.evidence import tune as maximise
 from lapis.evidence.point import LARGEST_LOG
-from lapis.posteriors.laplace import own_noise
+from lapis.posteriors.laplace.tuning import own_noise
 from lapis.posteriors.same_data import same_batches
 from lapis.priors import Groups, Prior
 

@@ -14,7 +14,7 @@ from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.options import check_arguments
-from lapis.posteriors.laplace.calibration import Calibration, calibrate_draws
+from lapis.posteriors.laplace.calibration.search import Calibration, calibrate_draws
 from lapis.posteriors.over_weights import LinearisedPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.linearised import by_draws

@@ -26,15 +26,15 @@ from lapis.checkpoint import Checkpoint, Offered
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.errors import LapisWarning, OptionError
 from lapis.files import tensors_digest
-from lapis.posteriors.laplace.drawn import Drawing, DrawnPosterior
+from lapis.posteriors.laplace.matrix_free.drawn import Drawing, DrawnPosterior
 from lapis.schema import count, entry, sound, tensor, under, wrong
 from lapis.solvers import CGProgress, CGState, Operator, SGDSettings, SGDState, sgd, sgd_learning_rate
 from lapis.solvers.cg import Stop
 from lapis.solvers.operator import norms
 
 if TYPE_CHECKING:
-    from lapis.posteriors.laplace.implicit import ImplicitPosterior
-    from lapis.posteriors.laplace.solved import SolvedPosterior
+    from lapis.posteriors.laplace.matrix_free.implicit import ImplicitPosterior
+    from lapis.posteriors.laplace.matrix_free.solved import SolvedPosterior
 
 SGD_RESIDUAL = 0.1
 """Draws by SGD count as converged below this |A z - b| / |b|; variances are then accurate to about a percent."""

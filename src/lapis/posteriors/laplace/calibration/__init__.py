@@ -1,0 +1,1 @@
+"""Calibration of prior and temperature by validation data."""

@@ -1,0 +1,1 @@
+"""Refinement: Gaussian variational inference in the tangent model."""

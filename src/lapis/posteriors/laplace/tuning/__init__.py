@@ -1,0 +1,1 @@
+"""Tuning prior and noise: by the evidence or by draws, each output's noise, a classifier's width, a warning."""
