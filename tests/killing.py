@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,27 +89,39 @@ def ended(process: int) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def kill_and_compare(name: str, kills: int, folder: Path, source: random.Random) -> tuple[int, int]:
-    """Runs that were killed, at most three times each, and ended with the same result; and the number of kills."""
+@dataclass
+class Tally:
+    """Runs that were killed and ended with the same result; kills; and kills that left a checkpoint to go on from."""
+
+    runs: int = 0
+    kills: int = 0
+    midway: int = 0
+
+
+def kill_and_compare(name: str, kills: int, folder: Path, source: random.Random) -> Tally:
+    """Kill the work so many times, at most three times a run; a run that ends before its first kill does not count."""
+    WORKS[name](folder / "first")  # what is loaded on first use is there before processes are forked
     began = time.monotonic()
     ended(start(name, folder / "alone", folder / "alone.pt"))
     taken = time.monotonic() - began
     expected = torch.load(folder / "alone.pt")
-    done, runs = 0, 0
-    while done < kills:
-        path, out, cut = folder / f"{runs}.lapis", folder / f"{runs}.pt", 0
+    tally = Tally()
+    for attempt in range(20 * kills):
+        path, out, cut = folder / f"{attempt}.lapis", folder / f"{attempt}.pt", 0
         while not out.exists():
             process = start(name, path, out)
-            if done < kills and cut < 3:
+            if tally.kills < kills and cut < 3:
                 time.sleep(source.uniform(0.0, taken))
                 os.kill(process, signal.SIGKILL)
             if ended(process):
-                done, cut = done + 1, cut + 1
+                tally.kills, tally.midway, cut = tally.kills + 1, tally.midway + path.exists(), cut + 1
         found = torch.load(out)
-        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True)), (name, runs)
-        runs += cut > 0
+        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True)), (name, attempt)
         assert not list(folder.glob("*.partial"))
-    return runs, done
+        tally.runs += cut > 0
+        if tally.kills == kills:
+            return tally
+    raise AssertionError(f"{name} ended before it was killed, too often: {tally}")
 
 
 if __name__ == "__main__":
@@ -117,5 +130,8 @@ if __name__ == "__main__":
     seeded = random.Random(0)
     for each in sys.argv[2:] or WORKS:
         with tempfile.TemporaryDirectory() as place:
-            equal, count = kill_and_compare(each, int(sys.argv[1]), Path(place), seeded)
-            print(f"{each}: {count} kills in {equal} runs, all of which went on to equal results", flush=True)
+            found = kill_and_compare(each, int(sys.argv[1]), Path(place), seeded)
+            print(
+                f"{each}: {found.kills} kills ({found.midway} midway) in {found.runs} runs, all with equal results",
+                flush=True,
+            )

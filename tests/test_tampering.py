@@ -1,6 +1,15 @@
-"""Files that were changed are refused or give equal results: a lean sample of the kit `tampering` (`make tamper`)."""
+"""Files that were changed are refused or give equal results; works that were killed go on as if they had not been.
+
+A lean sample of the kits `tampering` (`make tamper`) and `killing` (`make kills`).
+"""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 import tampering
 
@@ -9,3 +18,12 @@ def test_changed_files_are_refused_or_equal() -> None:
     for level, verdicts in tampering.run(120, seed=1).items():
         assert set(verdicts) <= set(tampering.ALLOWED[level]), (level, verdicts)
         assert verdicts["refused"] > 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
+def test_killed_works_go_on() -> None:
+    """In a process of its own, which can be forked."""
+    kit = [sys.executable, str(Path(__file__).parent / "killing.py"), "2", "train", "draw"]
+    ended = subprocess.run(kit, capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("2 kills") == 2
