@@ -159,6 +159,11 @@ def mixed(model: nn.Module, data: Any, likelihood: Any) -> Posterior:
     return lapis.mixture(posteriors, weights="evidence")
 
 
+def ivon(model: nn.Module, data: Any, likelihood: Any) -> Posterior:
+    """The diagonal Gaussian that an optimiser starts from."""
+    return lapis.optim.IVON(model.parameters(), data_size=EXAMPLES).posterior(model, likelihood, data)
+
+
 POSTERIORS: dict[str, Fit] = {
     "dense": structure("dense"),
     "diagonal": structure("diagonal"),
@@ -177,6 +182,7 @@ POSTERIORS: dict[str, Fit] = {
     "swag": swag,
     "dropout": lambda model, data, likelihood: lapis.dropout(model, likelihood, data),
     "variational": by_elbo,
+    "ivon": ivon,
 }
 
 FINITE = ("drawn", "toy ensemble", "ensemble")

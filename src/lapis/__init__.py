@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lapis import metrics
+from lapis import metrics, optim
 from lapis.curvature.recording.listener import register_rule
 from lapis.errors import (
     DataError,
@@ -127,6 +127,7 @@ __all__ = [
     "metrics",
     "mixture",
     "normalised_groups",
+    "optim",
     "plots",
     "register_rule",
     "swag",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lapis.batches import Inputs
 from lapis.errors import DataError
+from lapis.likelihoods import Likelihood
+from lapis.network import Network
 from lapis.posteriors.over_weights import GaussianPosterior
-from lapis.posteriors.posterior import LatentKind
+from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.drawn_network import white_noise
 from lapis.posteriors.predicting.linearised import by_solves
 from lapis.predictions import LatentGaussian
@@ -30,6 +32,7 @@ class FactoredPosterior(GaussianPosterior):
         factors: F (K, P), or None for independent weights.
     """
 
+    kind: ClassVar[str] = "gaussian"
     methods: ClassVar[tuple[str, ...]] = ("sampled", "linearised")
 
     deviation: Tensor
@@ -45,6 +48,32 @@ class FactoredPosterior(GaussianPosterior):
                 got=f"{tuple(self.deviation.shape)} and {None if self.factors is None else tuple(self.factors.shape)}",
                 do="pass one deviation for each chosen weight, and one row for each factor",
             )
+
+    def state(self) -> State:
+        """Mean and covariance."""
+        tensors = {"mean": self.mean, "deviation": self.deviation}
+        if self.point is not self.mean:
+            tensors["point"] = self.point
+        if self.factors is not None:
+            tensors["factors"] = self.factors
+        return State(tensors=tensors)
+
+    @classmethod
+    def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> FactoredPosterior:
+        """The posterior with the stored moments."""
+        return FactoredPosterior(network, likelihood, facts, **cls._moments(state, network))
+
+    @staticmethod
+    def _moments(state: State, network: Network) -> dict[str, Any]:
+        """The fields of `state`."""
+        size, dtype = (network.size,), network.dtype
+        mean = state.tensor("mean", size, dtype)
+        return {
+            "mean": mean,
+            "point": state.tensor("point", size, dtype) if "point" in state.tensors else mean,
+            "deviation": state.tensor("deviation", size, dtype, least=0, above=True),
+            "factors": state.tensor("factors", (-1, *size), dtype) if "factors" in state.tensors else None,
+        }
 
     def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
         """mean + deviation z + F^T u with standard normal z and u, (samples, P)."""

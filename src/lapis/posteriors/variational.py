@@ -77,26 +77,17 @@ class VariationalPosterior(FactoredPosterior):
 
     def state(self) -> State:
         """Mean, covariance, prior and record."""
-        tensors = {"mean": self.mean, "deviation": self.deviation, **self.weight_prior.tensors()}
-        if self.point is not self.mean:
-            tensors["point"] = self.point
-        if self.factors is not None:
-            tensors["factors"] = self.factors
-        return State({**self.weight_prior.config(), "inference": asdict(self.inference)}, tensors)
+        moments, prior = super().state().tensors, self.weight_prior
+        return State({**prior.config(), "inference": asdict(self.inference)}, {**moments, **prior.tensors()})
 
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> VariationalPosterior:
         """The posterior with the stored moments."""
-        size, dtype = (network.size,), network.dtype
-        mean = state.tensor("mean", size, dtype)
         return cls(
             network=network,
             likelihood=likelihood,
             facts=facts,
-            mean=mean,
-            point=state.tensor("point", size, dtype) if "point" in state.tensors else mean,
-            deviation=state.tensor("deviation", size, dtype, least=0, above=True),
-            factors=state.tensor("factors", (-1, *size), dtype) if "factors" in state.tensors else None,
+            **cls._moments(state, network),
             weight_prior=WeightPrior.from_file(state.config, state.tensors, network),
             inference=record(Inference, state.entry("inference", dict)),
         )

@@ -1,0 +1,5 @@
+"""Optimisers that leave a posterior behind: torch optimisers whose steps are those of the Bayesian learning rule."""
+
+from lapis.optim.ivon import IVON
+
+__all__ = ["IVON"]

@@ -1,0 +1,345 @@
+"""The base of optimisers that differentiate the loss at weights drawn from their own posterior.
+
+They keep torch's habits: parameter groups, schedulers, gradients that add up until `zero_grad`, a complete
+`state_dict`. A class says how weights are drawn (`_perturb`), what a draw's gradients tell about the curvature
+(`_statistics`), and how mean and curvature move (`_update`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lapis.errors import DataError, OptionError
+from lapis.optim.draws import Draws
+from lapis.optim.ranks import Ranks
+from lapis.options import check_between, check_count, check_positive, shown
+
+Statistics = dict[Tensor, Tensor]
+"""What draws tell about the curvature of each parameter, added up like gradients."""
+
+
+class SamplingOptimizer(Optimizer):
+    """Gradients at drawn weights; the weights are at the mean whenever no draw is under way.
+
+    `step(closure)` draws by itself, `draws` times, and averages. In a loop without closures the loss is
+    differentiated within `sampled()`. Gradients of several such contexts before a step add up, as in torch: divide the
+    loss by their number. `zero_grad` discards them.
+
+    Args:
+        params: parameters, or groups of them with options of their own, as for any optimiser of torch.
+        defaults: options of a group.
+        draws: of the weights in each `step(closure)`; gradients and curvature are averaged over them.
+        generator: source of the seed; 0 without one. Global random numbers are neither used nor changed.
+        synchronise: average gradients and curvature over the ranks of torch.distributed, each with draws of its own.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        draws: int = 1,
+        generator: torch.Generator | None = None,
+        synchronise: bool = False,
+    ) -> None:
+        self.draws = draws
+        self._ranks = Ranks.joined() if synchronise else None
+        self._noise = Draws.of(generator)
+        if self._ranks is not None:
+            self._noise.rank, self._noise.ranks = self._ranks.rank, self._ranks.size
+        self._seen: Statistics = {}
+        self._examples = 0.0
+        """Examples behind the statistics, where a class counts them."""
+        self._contexts = 0
+        """Draws that have been differentiated within `sampled()` since the last step."""
+        self._means: dict[Tensor, Tensor] | None = None
+        """The means, while the weights are a draw."""
+        super().__init__(_checked_parameters(params), defaults)
+
+    # to be implemented by each class ---------------------------------------------------------------
+
+    @abstractmethod
+    def _perturb(self, params: list[Tensor]) -> None:
+        """Replace the means, which `params` hold, by a draw from the posterior."""
+
+    @abstractmethod
+    def _statistics(self, gradients: Mapping[Tensor, Tensor]) -> tuple[Statistics, float]:
+        """What the gradients at the present draw tell about the curvature, and the examples behind it (or 0)."""
+
+    @abstractmethod
+    def _update(self) -> None:
+        """Move mean and curvature by the gradients and statistics."""
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise OptionError for options of a group that have no meaning."""
+        check_positive("lr", group["lr"], or_zero=True)
+        if group["data_size"] is None:
+            raise OptionError(
+                "The number of training examples is missing",
+                expected="data_size, which says how much data the posterior rests on",
+                got="none",
+                do="pass data_size=len(dataset)",
+            )
+        check_count("data_size", group["data_size"])
+        for name in ("prior_precision", "temperature"):
+            if name in group:
+                check_positive(name, group[name])
+
+    def _listening(self) -> AbstractContextManager[None]:
+        """A context around every forward and backward pass at a draw."""
+        return nullcontext()
+
+    # drawing ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def sampled(self) -> Iterator[None]:
+        """Within the context the weights are a draw from the posterior; afterwards, also after an error, the mean.
+
+        Gradients computed inside count for the next `step()`. Without any (an evaluation of a drawn network) the
+        context leaves no trace.
+        """
+        marks = self._marks()
+        earlier = {p: gradient.clone() for p, gradient in self._gradients()} if self._contexts else {}
+        with self._drawn():
+            yield
+            changed = [p for p, gradient in self._gradients() if not marks.get(p, _never)(gradient)]
+            if not changed:
+                return
+            own = {p: p.grad for p in changed if p.grad is not None}
+            if self._contexts:
+                own = {p: g - earlier[p] if p in earlier and marks[p].same(g) else g for p, g in own.items()}
+            statistics, examples = self._statistics(own)
+        for p, value in statistics.items():
+            self._seen[p] = self._seen[p] + value if p in self._seen else value
+        self._examples += examples
+        self._contexts += 1
+
+    @contextmanager
+    def _drawn(self) -> Iterator[None]:
+        if self._means is not None:
+            raise OptionError(
+                "The weights are a draw already",
+                expected="one context at a time, and step() outside of it",
+                got="sampled() or step(closure) inside sampled()",
+                do="leave the context first",
+            )
+        params = self._trainable()
+        means = [p.detach().clone() for p in params]
+        self._means = dict(zip(params, means, strict=True))
+        try:
+            with torch.no_grad():
+                self._perturb(params)
+            self._noise.count()
+            with self._listening():
+                yield
+        finally:
+            self._means = None
+            with torch.no_grad():
+                torch._foreach_copy_(params, means)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns the closure's loss, averaged over the draws.
+
+        Args:
+            closure: clears the gradients, computes the mean loss of the batch, backpropagates and returns it. It runs
+                `draws` times, each time at new weights. Without one, the gradients are those of `sampled()`.
+        """
+        loss = None
+        if closure is not None:
+            loss = self._run(closure)
+        elif not self._contexts:
+            raise OptionError(
+                "The loss has not been differentiated at drawn weights",
+                expected="step(closure), or loss.backward() within `with optimiser.sampled():` before step()",
+                got="step() alone",
+                do="wrap the forward and backward pass in `with optimiser.sampled():`",
+            )
+        with torch.no_grad():
+            if self._ranks is not None:
+                self._average_over_ranks(self._ranks)
+            self._update()
+        self._forget()
+        return loss
+
+    def _run(self, closure: Callable[[], Any]) -> Any:
+        """Draw, call the closure and average, `draws` times."""
+        losses, totals, gradients, examples = [], Statistics(), Statistics(), 0.0
+        for _ in range(self.draws):
+            marks = self._marks()
+            with self._drawn():
+                with torch.enable_grad():
+                    losses.append(closure())
+                own = dict(self._gradients())
+                if all(marks.get(p, _never)(gradient) for p, gradient in own.items()):
+                    raise OptionError(
+                        "The closure computed no gradients",
+                        expected="one that clears the gradients, computes the loss, backpropagates and returns it",
+                        got="no new gradient in any parameter",
+                        do="call loss.backward() in the closure",
+                    )
+                statistics, seen = self._statistics(own)
+            examples += seen / self.draws
+            if self.draws == 1:
+                totals = statistics
+                break
+            for p, gradient in own.items():
+                gradients[p] = (
+                    gradients[p].add_(gradient, alpha=1 / self.draws) if p in gradients else gradient / self.draws
+                )
+                p.grad = None
+            for p, value in statistics.items():
+                totals[p] = totals[p].add_(value, alpha=1 / self.draws) if p in totals else value / self.draws
+        for p, gradient in gradients.items():
+            p.grad = gradient
+        self._seen, self._examples = totals, examples
+        if self.draws == 1:
+            return losses[0]
+        if any(loss is None for loss in losses):
+            return None
+        return sum(loss.detach() if isinstance(loss, Tensor) else loss for loss in losses) / self.draws
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and what draws since the last step have told about the curvature."""
+        super().zero_grad(set_to_none)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen, self._examples, self._contexts = {}, 0.0, 0
+
+    def _average_over_ranks(self, ranks: Ranks) -> None:
+        params = self._trainable()
+        gradients = ranks.averaged([p.grad for p in params], params, [p.dtype for p in params])
+        seen = ranks.averaged([self._seen.get(p) for p in params], params, [state_dtype(p) for p in params])
+        for p, gradient in zip(params, gradients, strict=True):
+            p.grad = gradient
+        self._seen = {p: value for p, value in zip(params, seen, strict=True) if value is not None}
+        self._examples = ranks.mean(self._examples, params[0].device)
+
+    # parameters ------------------------------------------------------------------------------------
+
+    def _trainable(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def _gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for p in self._trainable():
+            if p.grad is not None:
+                if p.grad.layout != torch.strided:
+                    raise DataError(
+                        "A gradient is sparse",
+                        expected="dense gradients",
+                        got=f"a gradient of layout {p.grad.layout}",
+                        do="build the embedding with sparse=False",
+                    )
+                yield p, p.grad
+
+    def _marks(self) -> dict[Tensor, _Mark]:
+        return {p: _Mark(gradient) for p, gradient in self._gradients()}
+
+    def _ready(self, group: Mapping[str, Any]) -> list[Tensor]:
+        """Parameters of a group that have a gradient and statistics; the others are skipped, as torch does."""
+        return [p for p in group["params"] if p.grad is not None and p in self._seen]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with options of its own or the defaults."""
+        self._check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if not p.is_floating_point() or p.layout != torch.strided:
+                raise OptionError(
+                    "A parameter is no dense tensor of real numbers",
+                    expected="floating-point parameters",
+                    got=shown(p),
+                    do="leave it out",
+                )
+
+    # files -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next steps depend on: groups, moments, step counts, and the state of the draws."""
+        return {**super().state_dict(), "draws": {"seed": self._noise.seed, "made": self._noise.made}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`, bit for bit; moments keep the dtype in which they were saved."""
+        noise = state_dict.get("draws")
+        if not isinstance(noise, Mapping) or not {"seed", "made"} <= set(noise):
+            raise OptionError(
+                "This is no state of the optimiser",
+                expected=f"what {type(self).__name__}.state_dict() returned, with its draws",
+                got=f"entries {', '.join(map(repr, state_dict))}",
+                do="load a state that this class has saved",
+            )
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "draws"})
+        self._noise.seed, self._noise.made = int(noise["seed"]), int(noise["made"])
+        saved = (index for group in state_dict["param_groups"] for index in group["params"])
+        held = (p for group in self.param_groups for p in group["params"])
+        for index, p in zip(saved, held, strict=True):  # torch casts moments to the parameter's dtype
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][name] = value.to(p.device, copy=True)
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {
+            name: self.__dict__[name]
+            for name in ("draws", "_ranks", "_noise", "_seen", "_examples", "_contexts", "_means")
+        }
+        return {**super().__getstate__(), **own}
+
+
+class _Mark:
+    """Recognises a gradient that has not changed since; holds no memory."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._tensor, self._version = weakref.ref(gradient), gradient._version
+
+    def same(self, gradient: Tensor) -> bool:
+        """Whether it is the same tensor, to which something may have been added."""
+        return self._tensor() is gradient
+
+    def __call__(self, gradient: Tensor) -> bool:
+        return self.same(gradient) and gradient._version == self._version
+
+
+def _never(gradient: Tensor) -> bool:
+    return False
+
+
+def state_dtype(p: Tensor) -> torch.dtype:
+    """The dtype of moments: half precision would lose averages over thousands of steps."""
+    return p.dtype if p.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def check_betas(betas: Any, count: int = 2) -> None:
+    """Raise unless these are decay rates from [0, 1)."""
+    if not isinstance(betas, (tuple, list)) or len(betas) != count:
+        raise OptionError("Bad betas", expected=f"{count} decay rates", got=shown(betas), do="pass such a tuple")
+    for beta in betas:
+        if beta != 0:
+            check_between("betas", beta, 0, 1)
+
+
+def _checked_parameters(params: Any) -> list[Any]:
+    if isinstance(params, (nn.Module, Tensor)) or not isinstance(params, Iterable):
+        raise OptionError(
+            "These are no parameters",
+            expected="an iterable of parameters, or of dictionaries with a group of them",
+            got=type(params).__name__,
+            do="pass model.parameters()",
+        )
+    found = list(params)
+    if not found:
+        raise OptionError("There are no parameters", expected="at least one", got="none", do="pass model.parameters()")
+    strange = [each for each in found if not isinstance(each, (Tensor, dict, tuple))]
+    if strange:
+        raise OptionError(
+            "These are no parameters", expected="tensors or groups", got=shown(strange[0]), do="pass model.parameters()"
+        )
+    return found
