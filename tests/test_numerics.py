@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -330,19 +331,31 @@ def test_lowrank_says_what_float32_products_lose(monkeypatch: pytest.MonkeyPatch
         lapis.laplace(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), (x, y), noise, structure="lowrank")
 
 
-@pytest.mark.parametrize("structure", ["dense", "kronecker"])
-def test_sums_in_float32_that_the_prior_cannot_bear_are_told(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wide layers are summed in float32; here every layer counts as wide."""
+@pytest.mark.parametrize("structure", ["dense", "packed", "kronecker"])
+def test_sums_in_float32_that_the_prior_cannot_bear_are_told(
+    structure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Wide layers are summed in float32; here every layer counts as wide. Files remember."""
+    packed = structure == "packed"
+    if packed:
+        monkeypatch.setattr("lapis.curvature.blocks.partition.PACKED", 1)
+    noise = 0.01 if packed else torch.tensor([0.01, 0.02])  # for which outputs are kept apart
     monkeypatch.setattr("lapis.curvature.blocks.gram.EXACT_SIZE", 0)
     monkeypatch.setattr("lapis.curvature.blocks.kronecker.EXACT_WIDTH", 0)
     x, y = data(200, dtype=F32)
-    fine = lapis.laplace(mlp(dtype=F32), (x, y), "regression", structure=structure)
+    model = mlp(dtype=F32)
+    fine = lapis.laplace(model, (x, y), "regression", structure="dense" if packed else structure)
     assert fine.predict(x).f_variance.isfinite().all()
     poor = fine.with_noise(0.01).with_prior(1e-3)
+    poor.save(tmp_path / "poor")
+    fine.save(tmp_path / "fine")
+    lapis.load(tmp_path / "fine", model).predict(x)
     for use in (
         lambda: poor.with_prior(1e-3).sample(1),
         lambda: poor.predict(x),
         lambda: poor.update((x, y)).predict(x),
+        lambda: lapis.load(tmp_path / "poor", model).predict(x),
+        lambda: lapis.load(tmp_path / "fine", model).with_noise(noise).with_prior(1e-3).sample(1),
     ):
         with pytest.warns(lapis.LapisWarning, match=r"summed in torch.float32.*model\.double\(\)"):
             use()

@@ -78,6 +78,15 @@ def posterior(w: World, r: Random) -> Any:
     return next((p for p in map(w.posterior, names) if p is not None), None)
 
 
+def canonical_targets(w: World, owner: Any) -> Tensor:
+    """Targets as `owner`, a likelihood of the world's kind, hands them to its methods, with its own ignored class."""
+    y = w.canonical_targets
+    if y.is_floating_point():
+        return y
+    ignored = getattr(owner, "ignore_index", None)
+    return torch.where(y < 0, 0 if ignored is None else ignored, y)
+
+
 def size_of(w: World, owner: Any) -> int:
     """The length of the weight vectors that a call on `owner` is about."""
     if hasattr(owner, "n_weights"):
@@ -168,7 +177,7 @@ IN: dict[str, dict[str, Make]] = {
     "LowRankPlusDiagonal": {"vectors": lambda w, r, o: torch.ones(2, 5, dtype=w.dtype)},
     "Diagonal": {"vectors": lambda w, r, o: torch.ones(2, 5, dtype=w.dtype)},
     "CallablePreconditioner": {"vectors": lambda w, r, o: torch.ones(2, 5, dtype=w.dtype)},
-    "likelihood": {"y": lambda w, r, o: w.canonical_targets},
+    "likelihood": {"y": lambda w, r, o: canonical_targets(w, o)},
     "functional_variance": {"diagonal": lambda w, r, o: r.random() < 0.5},
     "targets": {"y": lambda w, r, o: w.targets},
     "train": {"model": lambda w, r, o: w.copy_of_model()},

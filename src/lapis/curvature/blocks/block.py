@@ -7,7 +7,7 @@ flat weight vector.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -108,8 +108,20 @@ class Block(ABC):
         """Whether the sums hold no NaN or infinity."""
         return all(all_finite(tensor) for tensor in self.state().values())
 
-    def inherit(self, others: Sequence[Block]) -> None:  # noqa: B027  (most sum in float64, or positive numbers only)
+    def eps(self) -> dict[str, float]:
+        """Of the least precise dtype in which tensors of the state were summed, by name; 0 stands for float64.
+
+        Empty where all are, or where only positive numbers are added.
+        """
+        return {}
+
+    def take_eps(self, eps: Mapping[str, float]) -> None:  # noqa: B027  (see `eps`)
+        """Take over how precisely the tensors of the state were summed."""
+
+    def inherit(self, others: Sequence[Block]) -> None:
         """Take over how precisely the blocks that this one's sums come from were summed: see `rounding`."""
+        known = [other.eps() for other in others]
+        self.take_eps({name: max(each[name] for each in known) for name in self.eps()})
 
     def rounding(self) -> float:
         """About the error in the curvature's eigenvalues that sums in less than float64 left behind."""

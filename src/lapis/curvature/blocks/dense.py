@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,8 +107,14 @@ class DenseBlock(Block):
         rows = self.few_rows  # else the diagonal, which bounds every entry of a positive semi-definite matrix
         return all_finite(self.lower.diagonal() if rows is None else rows)
 
+    def eps(self) -> dict[str, float]:
+        return {"curvature": self._gram.eps}
+
+    def take_eps(self, eps: Mapping[str, float]) -> None:
+        self._gram.eps = eps["curvature"]
+
     def inherit(self, others: Sequence[Block]) -> None:
-        self._gram.eps = max(other._gram.eps for other in others if isinstance(other, DenseBlock))
+        super().inherit(others)
         self.is_hessian = any(other.is_hessian for other in others if isinstance(other, DenseBlock))
 
     def rounding(self) -> float:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lapis.curvature.backward.contributions import CHUNK_BYTES, Contribution, Outer
-from lapis.curvature.moments import symmetric
+from lapis.curvature.moments import sum_rounding, symmetric
 from lapis.proofs import Proofs, close
 
 STRIP = 256
@@ -36,7 +36,7 @@ FEW_ROWS = 0.5
 """Up to this many rows in all, as a fraction of the weights, the rows are kept and the matrix is formed on demand."""
 
 EXACT_SIZE = 1024
-"""Up to this many weights, rows are multiplied in float64; so are kept rows. See `Gram.rounding`."""
+"""Up to this many weights, rows are multiplied in float64; so are kept rows. See `sum_rounding`."""
 
 INNER_COST = 4
 """Time of a multiplication in the inner sums, small products for each example, relative to one in the outer sum."""
@@ -197,12 +197,8 @@ class Gram:
 
     @property
     def rounding(self) -> float:
-        """About the error in eigenvalues of the sum: eps * sqrt(size) * its largest diagonal entry; 0 in float64.
-
-        Rows that are exact to eps and multiplied in float64 give the Gram matrix of a matrix near J, whose eigenvalues
-        are right down to eps^2 of the largest. Products in float32 lose all below eps of it.
-        """
-        return self.eps * self.size**0.5 * float(self.lower.diagonal().max()) if self.eps else 0.0
+        """About the error in eigenvalues of the sum: see `sum_rounding`."""
+        return sum_rounding(self.eps, self.lower.diagonal()) if self.eps else 0.0
 
     @property
     def lower(self) -> Tensor:

@@ -11,7 +11,7 @@ the weights with a one beside it: G is summed, decomposed and multiplied with on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -83,10 +83,11 @@ class KroneckerBlock(Block):
     def _exact(contribution: Contribution, width: int) -> bool:
         return isinstance(contribution, Outer) and contribution.g.shape[3] == 1 and width <= EXACT_WIDTH
 
-    def inherit(self, others: Sequence[Block]) -> None:
-        known = [other for other in others if isinstance(other, KroneckerBlock)]
-        self._inputs.eps = max(other._inputs.eps for other in known)
-        self._gradients.eps = max(other._gradients.eps for other in known)
+    def eps(self) -> dict[str, float]:
+        return {"inputs": self._inputs.eps, "gradients": self._gradients.eps}
+
+    def take_eps(self, eps: Mapping[str, float]) -> None:
+        self._inputs.eps, self._gradients.eps = eps["inputs"], eps["gradients"]
 
     def rounding(self) -> float:
         # of G (x) A: the error of each factor times the largest eigenvalue of the other

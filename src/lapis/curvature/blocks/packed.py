@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lapis.curvature.blocks.block import Block, BlockGaussian, site_precision
 from lapis.curvature.blocks.dense import stacked_rows
 from lapis.curvature.blocks.spectrum import Spectrum
 from lapis.curvature.blocks.triangle import Triangle, spans, triangle_bytes
+from lapis.curvature.moments import sum_rounding
 from lapis.curvature.recording.sites import Site
 from lapis.errors import NotPositiveDefiniteError
 from lapis.priors import WeightPrior
@@ -39,6 +40,7 @@ class PackedBlock(Block):
         self._triangle: Triangle | None = None
         """None before the first batch: it takes no memory then."""
         self._buffer: list[Tensor] = []
+        self._eps = 0.0
 
     @property
     def triangle(self) -> Triangle:
@@ -65,6 +67,7 @@ class PackedBlock(Block):
             if self._triangle is None:
                 self._triangle = Triangle.zeros(self.size, rows.device)
             self._triangle.add_products(rows)
+            self._eps = max(self._eps, 0.0 if rows.dtype == torch.float64 else torch.finfo(rows.dtype).eps)
 
     def gaussian(self, prior: WeightPrior, scale: Tensor) -> PackedGaussian:
         parts = [site_precision(prior, site).expand(site.shape).reshape(-1) for site in self.sites]
@@ -79,6 +82,16 @@ class PackedBlock(Block):
 
     def is_finite(self) -> bool:
         return all_finite(self.triangle.diagonal())  # which bounds every entry of a positive semi-definite matrix
+
+    def eps(self) -> dict[str, float]:
+        self.flush()
+        return {"rows": self._eps}
+
+    def take_eps(self, eps: Mapping[str, float]) -> None:
+        self._eps = eps["rows"]
+
+    def rounding(self) -> float:
+        return sum_rounding(self.eps()["rows"], self.triangle.diagonal())
 
     def state(self) -> dict[str, Tensor]:
         self.flush()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from lapis.curvature.blocks.block import Block
 from lapis.curvature.blocks.partition import BUILDERS, Structure, build_blocks, is_packed
 from lapis.curvature.recording.sites import Plan
 from lapis.curvature.sums import MOST_APART, Curvature
@@ -25,6 +28,7 @@ def curvature_state(sums: Curvature) -> State:
         options |= block.options()
     config = {
         "options": options,
+        "eps": [block.eps() for block in sums.blocks],
         "curvature": sums.kind,
         "fisher_samples": sums.fisher_samples,
         "example_bytes": sums.tape.example_bytes,
@@ -51,6 +55,7 @@ def curvature_from_state(
     blocks = build_blocks(structure, tape.plan.sites, sharing, bias, facts.memory_budget)
     for i, block in enumerate(blocks):
         block.load(block.check_state(under(f"block.{i}.", state.tensors)))
+    _take_eps(blocks, state.entry("eps", list[dict[str, float]]))
     kind = state.word("curvature", ("ggn", "sampled", "empirical", "hessian"))
     apart = None
     if state.count("apart", least=0, most=MOST_APART):
@@ -60,7 +65,17 @@ def curvature_from_state(
     for c, parts in enumerate(apart or ()):
         for i, part in enumerate(parts):
             part.load(part.check_state(under(f"output.{c}.{i}.", state.tensors), part=True))
+            part.inherit([blocks[i]])
     return Curvature(
         kind, tape, blocks, statistics, facts.n_data, state.count("fisher_samples"), facts.signature, facts.n_outputs,
         state.count("digest", least=0), apart=apart, positions=state.count("positions"),
     )  # fmt: skip
+
+
+def _take_eps(blocks: Sequence[Block], found: list[dict[str, float]]) -> None:
+    """Tell the blocks how precisely they were summed."""
+    fits = [eps.keys() for eps in found] == [block.eps().keys() for block in blocks]
+    if not fits or not all(0.0 <= value < 1.0 for eps in found for value in eps.values()):
+        raise wrong("eps", "the precisions of the sums of each block, from 0 to 1", str(found)[:80])
+    for block, eps in zip(blocks, found, strict=True):
+        block.take_eps(eps)

@@ -13,34 +13,38 @@ from lapis.priors import WeightPrior
 
 @dataclass(frozen=True)
 class Approximation:
-    """q(theta) = N(mean, diag(exp(2 log_deviation)) + F^T F); its tensors are leaves that an optimiser changes.
+    """q(theta) = N(mean, D (I + V^T V) D), D = diag(exp(log_deviation)); its tensors are leaves of an optimiser.
 
-    Standard deviations are fitted by their logarithms: they differ by orders of magnitude between weights.
+    Standard deviations are fitted by their logarithms, and the low-rank part in units of them: they differ by orders of
+    magnitude between weights, and a step that suits the means would drown them in noise of the factors.
     """
 
     mean: Tensor
     """(P,)"""
     log_deviation: Tensor
     """(P,)"""
-    factors: Tensor | None = None
-    """F, (K, P)."""
+    loadings: Tensor | None = None
+    """V, (K, P)."""
 
     def parameters(self) -> list[Tensor]:
         found = [self.mean, self.log_deviation]
-        return found if self.factors is None else [*found, self.factors]
+        return found if self.loadings is None else [*found, self.loadings]
+
+    def factors(self) -> Tensor | None:
+        """V D, (K, P)."""
+        return None if self.loadings is None else self.loadings * self.log_deviation.exp()
 
     def variance(self) -> Tensor:
         """Of each weight, (P,) float64."""
         diagonal = (2 * self.log_deviation.double()).exp()
-        return diagonal if self.factors is None else diagonal + self.factors.double().square().sum(0)
+        return diagonal if self.loadings is None else diagonal * (1 + self.loadings.double().square().sum(0))
 
     def logdet(self) -> Tensor:
         """log |covariance|, 0-d float64, by the matrix determinant lemma."""
         total = 2 * self.log_deviation.double().sum()
-        if self.factors is None:
+        if self.loadings is None:
             return total
-        scaled = self.factors.double() * (-self.log_deviation.double()).exp()
-        inner = scaled @ scaled.mT
+        inner = self.loadings.double() @ self.loadings.double().mT
         return total + torch.logdet(inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
 
     def divergence(self, prior: WeightPrior) -> Tensor:

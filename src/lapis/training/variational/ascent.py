@@ -28,6 +28,10 @@ WINDOWS = 50
 LOGARITHMIC_RATE = 0.02
 """Learning rate of logarithms (deviations, noise), which have no scale."""
 
+LOADINGS_RATE = 0.5
+"""Learning rate of the low-rank part, divided by the root of its number of entries: the noise of a step then adds the
+same share to every weight's variance for any rank, and moves whole directions by the same length for any network."""
+
 WARM_UP = 0.1
 """Share of the steps before prior precisions are tuned: deviations that are still small would tighten the prior."""
 
@@ -65,11 +69,13 @@ class Ascent:
     optimiser: torch.optim.Adam = field(init=False)
 
     def __post_init__(self) -> None:
-        scaled = [self.q.mean] if self.q.factors is None else [self.q.mean, self.q.factors]
-        logarithms = [self.q.log_deviation] if self.log_noise is None else [self.q.log_deviation, self.log_noise]
-        self.optimiser = torch.optim.Adam(
-            [{"params": scaled, "first": self.rate}, {"params": logarithms, "first": LOGARITHMIC_RATE}]
-        )
+        groups = [(self.rate, self.q.mean), (LOGARITHMIC_RATE, self.q.log_deviation)]
+        if self.q.loadings is not None:
+            rate = LOADINGS_RATE / math.sqrt(self.q.loadings.numel())
+            groups.append((rate, self.q.loadings))
+        if self.log_noise is not None:
+            groups.append((LOGARITHMIC_RATE, self.log_noise))
+        self.optimiser = torch.optim.Adam([{"params": [tensor], "first": rate} for rate, tensor in groups])
 
     def current_likelihood(self) -> Likelihood:
         """The likelihood with the noise learnt so far."""

@@ -34,8 +34,8 @@ from lapis.training.variational.perturbation import Draws
 ROUND = 50
 """Steps, at least, that draw from one seed: a checkpoint can be written after these."""
 
-FACTOR_SHARE = 0.1
-"""Factors start at random, this share of the deviations: at zero the ELBO has no gradient in them."""
+LOADINGS_SHARE = 0.1
+"""Loadings start at random and add this share, squared, to the variances: at zero the ELBO has no gradient in them."""
 
 
 def variational(
@@ -190,7 +190,8 @@ def variational(
             LapisWarning,
             stacklevel=2,
         )
-    where = q.mean.detach()
+    with torch.no_grad():
+        where, factors = q.mean.detach(), q.factors()
     return VariationalPosterior(
         network=network,
         likelihood=family if log_noise is None else family.with_noise(log_noise.detach().exp()),
@@ -198,7 +199,7 @@ def variational(
         mean=where,
         point=where,
         deviation=q.log_deviation.detach().exp(),
-        factors=None if q.factors is None else q.factors.detach(),
+        factors=factors,
         weight_prior=ascent.prior,
         inference=Inference(
             elbo=float(log_likelihoods.mean()) - divergence,
@@ -284,11 +285,11 @@ def _start(
         check_positive("deviation", float(deviation))
         spread = torch.full_like(centre, float(deviation))
     spread = spread.to(centre)
-    factors = None
+    loadings = None
     if rank:
         noise = torch.randn(rank, network.size, dtype=network.dtype, generator=generator, device=generator.device)
-        factors = (FACTOR_SHARE * spread * noise).requires_grad_()
-    return Approximation(centre.requires_grad_(), spread.log().requires_grad_(), factors)
+        loadings = (LOADINGS_SHARE * noise / math.sqrt(rank)).requires_grad_()
+    return Approximation(centre.requires_grad_(), spread.log().requires_grad_(), loadings)
 
 
 def _vector(name: str, value: Any, network: Network, positive: bool) -> Tensor:

@@ -61,9 +61,9 @@ def forward(
 ) -> Pass:
     """Run the network with weights drawn from q, those in `each_example` anew for every example."""
     centre = q.mean
-    if q.factors is not None:
-        u = _normal(q.factors[:, 0].detach(), generator)
-        centre = centre + u @ q.factors
+    if q.loadings is not None:
+        u = _normal(q.loadings[:, 0].detach(), generator)
+        centre = centre + u @ q.loadings * q.log_deviation.exp()
     means, deviations = network.unflatten(centre), network.tangents(q.log_deviation.exp())
     held = {}
     for name, mean in means.items():
