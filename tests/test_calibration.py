@@ -235,8 +235,9 @@ def test_temperature_makes_a_cautious_network_surer_and_is_at_least_as_good_as_t
     model = networks["classification"]
     posterior = fit(model, "classification", structure)
     x, _ = problem("classification", 200, 7)
-    logits = 3 * model(x).detach()
-    y = torch.multinomial(logits.softmax(-1), 1, generator=generator(5))[:, 0]
+    logits = model(x).detach()
+    truth = replace(posterior.with_prior(30.0), sharpness=4.0).predict(x).probs  # surer than the network, and in doubt
+    y = torch.multinomial(truth, 1, generator=generator(5))[:, 0]
     data = (x, y)
     result = posterior.calibrate(data, temperature=True)
     record = result.calibration
@@ -254,8 +255,32 @@ def test_temperature_makes_a_cautious_network_surer_and_is_at_least_as_good_as_t
     assert result.calibrate(data).sharpness == result.sharpness
     for changed in (result.with_prior(2.0), result.refine(training), result.tune()):
         assert changed.sharpness == 1
-    with pytest.warns(lapis.LapisWarning, match="better than the network alone"):  # doubt alone cannot help it
-        assert posterior.calibrate(data).sharpness == 1
+
+
+def test_with_temperature_a_bad_mean_is_no_worse_than_temperature_scaling(networks: dict[str, nn.Module]) -> None:
+    """The network alone, with its logits scaled, is a candidate: here the posterior's own mean is wrong."""
+    model = networks["classification"]
+    posterior = fit(model, "classification", "kronecker")
+    posterior = replace(posterior, mean=-posterior.mean)
+    x, _ = problem("classification", 200, 7)
+    logits = model(x).detach()
+    y = torch.multinomial((3 * logits).softmax(-1), 1, generator=generator(5))[:, 0]
+    with pytest.warns(lapis.LapisWarning, match="with its logits times"):
+        result = posterior.calibrate((x, y), temperature=True)
+    scaled = max(-float(nn.functional.cross_entropy(2 ** (k / 50) * logits, y)) for k in range(-200, 200))
+    assert result.calibration.prefers_plain
+    assert result.calibration.after >= scaled - 1e-3
+    torch.testing.assert_close(result.predict(x).probs, (result.sharpness * logits).softmax(-1), rtol=1e-6, atol=1e-8)
+
+
+def test_a_few_examples_that_are_all_right_do_not_make_it_infinitely_sure(networks: dict[str, nn.Module]) -> None:
+    model = networks["classification"]
+    posterior = fit(model, "classification", "dense")
+    x, y = agreeing(model)
+    with pytest.warns(lapis.LapisWarning, match="better than the network alone"):
+        record = posterior.calibrate((x, y), temperature=True).calibration
+    assert 1 < record.sharpness < 10  # without a prior on it, the likelihood grows for ever
+    assert record.after > record.plain
 
 
 def test_validation_data_that_are_the_training_data_cause_a_warning(networks: dict[str, nn.Module]) -> None:

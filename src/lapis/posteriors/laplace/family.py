@@ -216,7 +216,9 @@ class LaplaceFamily(Refinable):
             validation: data that the network was not trained on, in any form that `lapis.laplace` takes.
             temperature: choose temperatures too: that of the posterior, where the likelihood enters as
                 p(D | theta)^(1 / temperature), and, for classification, that of the predictions: logits are multiplied
-                by a `sharpness` (temperature scaling), which can make a network that is too cautious surer.
+                by a `sharpness` (temperature scaling), which can make a network that is too cautious surer. The network
+                alone is then a candidate with its logits scaled, and a weak prior, log sharpness ~ N(0, 1), keeps a
+                few examples that are all foretold well from asking for boundless certainty.
             link: for classification, how Gaussian logits become probabilities: see `predict`.
             batch_size: for data that are not batched yet.
             progress: show a bar; by default on a terminal only.

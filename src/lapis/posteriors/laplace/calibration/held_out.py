@@ -108,10 +108,10 @@ class HeldOut(ABC):
             targets = likelihood.targets(batch.targets, f, raw.shape)
         return f, targets.double() if targets.is_floating_point() else targets
 
-    def plain(self, noise: float) -> float:
-        """Of the network alone, with its noise times 2^noise."""
+    def plain(self, noise: float, sharpness: float = 0.0) -> float:
+        """Of the network alone, with its noise times 2^noise and its logits times 2^sharpness."""
         likelihood = noisier(self.posterior.likelihood, noise)
-        return -sum(float(likelihood.nll(f, y).sum()) for f, y in self._plain)
+        return -sum(float(likelihood.nll(2**sharpness * f, y).sum()) for f, y in self._plain)
 
     def log_likelihood(self, setting: Setting) -> float:
         """Of the posterior's predictions; minus infinity where they do not exist."""

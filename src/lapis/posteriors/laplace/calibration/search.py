@@ -50,6 +50,9 @@ GAIN, ROUNDS = 1e-4, 8
 EQUAL = 1e-6
 """Gains over the network alone below this many nats an example are rounding, and the network alone is the choice."""
 
+SPREAD = 1.0
+"""log sharpness ~ N(0, SPREAD^2). Without it, a few examples that are all foretold well ask for logits times 32."""
+
 PLAIN = 60.0
 """log2 of the prior factor where the network alone is best: beside such a prior no doubt is left."""
 
@@ -152,16 +155,17 @@ def _searched(held: HeldOut, start: Setting, temperature: bool, progress: bool |
     count = sum(map(len, held.batches))
     search = _Search(held, replace(start, u=(0.0,) * held.axes), count, progress)
     best = search.run(temperature)
-    plain_noise, plain_best = search.plain()
-    prefers_plain = plain_best + EQUAL * count >= search.values[best]
+    plain = search.plain(temperature)
+    plain_best = held.plain(plain.noise, plain.sharpness)
+    prefers_plain = plain_best + _log_prior(plain) + EQUAL * count >= search.merit(best)
     if prefers_plain:
-        best = Setting(tuple(PLAIN + 2 * plain_noise for _ in best.u), 0.0, plain_noise)
+        doubtful, best = search.value(best), plain
         search.values[best] = plain_best
         warnings.warn(
             f"No prior foretells the {count} validation examples better than the network alone "
-            f"(log likelihood {plain_best / count:.4f} an example; at most {search.highest / count:.4f} with error "
-            "bars): the result predicts as the network does, without doubt about its weights. Try refine(data) before "
-            'calibrate, structure="dense" or "ekfac", or weights="last_layer".',
+            f"(log likelihood {plain_best / count:.4f} an example; {doubtful / count:.4f} with error "
+            f"bars): the result predicts as the network does{_times(plain)}, without doubt about its weights. Try "
+            'refine(data) before calibrate, structure="dense" or "ekfac", or weights="last_layer".',
             LapisWarning,
             stacklevel=4,
         )
@@ -187,27 +191,28 @@ class _Search:
         self.held, self.start, self.count, self.progress = held, start, count, progress
         self.values: dict[Setting, float] = {}
         self.candidates = 0
-        self.highest = -math.inf
-        """The best log likelihood of a posterior, rather than of the plain network."""
 
     def value(self, setting: Setting) -> float:
         if setting not in self.values:
             self.values[setting] = self.held.log_likelihood(setting)
             self.candidates += 1
-            self.highest = max(self.highest, self.values[setting])
         return self.values[setting]
 
+    def merit(self, setting: Setting) -> float:
+        """What is maximised: the log likelihood, and a weak prior on the sharpness."""
+        return self.value(setting) + _log_prior(setting)
+
     def best_of(self, settings: Iterable[Setting]) -> Setting:
-        return max(settings, key=self.value)
+        return max(settings, key=self.merit)
 
     def run(self, temperature: bool) -> Setting:
         """The best setting found; the present one is among the candidates."""
         held = self.held
         noise = held.posterior.likelihood.noise is not None
         self.value(self.start)
-        best = self._first_line(replace(self.start, noise=self.plain()[0]))
+        best = self._first_line(replace(self.start, noise=self.plain(False).noise))
         for number in range(ROUNDS):
-            before = self.value(best)
+            before = self.merit(best)
             precisions = PRECISIONS if held.indices is not None else FEW[min(number, 1)]
             if noise:
                 best = self._line(best, FACTORS, lambda s, step: replace(s, noise=s.noise + step))
@@ -218,7 +223,7 @@ class _Search:
             best = self._line(best, precisions, lambda s, step: replace(s, u=tuple(u + step for u in s.u)))
             for axis in range(held.axes if held.axes > 1 else 0):
                 best = self._line(best, precisions, _along(axis))
-            if number > 0 and self.value(best) - before < GAIN * self.count:
+            if number > 0 and self.merit(best) - before < GAIN * self.count:
                 break
         return self.best_of([self.start, best])
 
@@ -245,13 +250,32 @@ class _Search:
     def _line(self, best: Setting, steps: Iterable[float], move: Callable[[Setting, float], Setting]) -> Setting:
         return self.best_of([best, *(move(best, step) for step in steps)])
 
-    def plain(self) -> tuple[float, float]:
-        """The network's own best log2 noise factor and log likelihood."""
-        noise = 0.0
-        if self.held.posterior.likelihood.noise is not None:
-            for _ in range(ROUNDS):
-                noise = max([noise, *(noise + step for step in FACTORS)], key=self.held.plain)
-        return noise, self.held.plain(noise)
+    def plain(self, temperature: bool) -> Setting:
+        """The best setting without doubt: the network alone, its noise scaled, and with `temperature` its logits."""
+        likelihood = self.held.posterior.likelihood
+        best = Setting((0.0,) * self.held.axes)
+        moves: list[Callable[[Setting, float], Setting]] = []
+        if likelihood.noise is not None:
+            moves.append(lambda s, step: replace(s, noise=s.noise + step))
+        if temperature and likelihood.kind == "classification":
+            moves.append(lambda s, step: replace(s, sharpness=s.sharpness + step))
+
+        def merit(s: Setting) -> float:
+            return self.held.plain(s.noise, s.sharpness) + _log_prior(s)
+
+        for move in moves * ROUNDS:
+            best = max([best, *(move(best, step) for step in FACTORS)], key=merit)
+        return replace(best, u=tuple(PLAIN + 2 * best.noise for _ in best.u))
+
+
+def _log_prior(setting: Setting) -> float:
+    """Log density of the sharpness, up to a constant, in nats."""
+    return -0.5 * (setting.sharpness * math.log(2) / SPREAD) ** 2
+
+
+def _times(setting: Setting) -> str:
+    """The network's sharpness in words."""
+    return f" with its logits times {2**setting.sharpness:.3g}" if setting.sharpness else ""
 
 
 def _along(axis: int) -> Callable[[Setting, float], Setting]:
