@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lapis import metrics, optim
+from lapis import learning_rule, metrics, optim
 from lapis.curvature.recording.listener import register_rule
 from lapis.errors import (
     DataError,
@@ -123,6 +123,7 @@ __all__ = [
     "dropout",
     "ensemble",
     "laplace",
+    "learning_rule",
     "load",
     "metrics",
     "mixture",

@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -92,6 +92,8 @@ def _rules(function: Callable[..., Any], signed: tuple[str, ...]) -> dict[str, R
 
 def _rule(hint: Any, signed: bool = False) -> Rule | None:
     """The rule of a type; None if it admits anything."""
+    if isinstance(hint, TypeVar):
+        hint = Any if hint.__bound__ is None else hint.__bound__
     origin, members = get_origin(hint), get_args(hint)
     if hint is Any or getattr(hint, "_is_protocol", False):
         return None
