@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lapis import learning_rule, metrics, optim
+from lapis import decisions, learning_rule, metrics, optim
 from lapis.curvature.recording.listener import register_rule
+from lapis.decisions import active
 from lapis.errors import (
     DataError,
     FileError,
@@ -119,7 +120,9 @@ __all__ = [
     "StructureError",
     "Subnetwork",
     "VariationalPosterior",
+    "active",
     "compare",
+    "decisions",
     "dropout",
     "ensemble",
     "laplace",
