@@ -62,7 +62,7 @@ class SamplingOptimizer(Optimizer):
         """Draws that have been differentiated within `sampled()` since the last step."""
         self._means: dict[Tensor, Tensor] | None = None
         """The means, while the weights are a draw."""
-        super().__init__(_checked_parameters(params), defaults)
+        super().__init__(checked_parameters(params), defaults)
 
     # to be implemented by each class ---------------------------------------------------------------
 
@@ -81,14 +81,7 @@ class SamplingOptimizer(Optimizer):
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise OptionError for options of a group that have no meaning."""
         check_positive("lr", group["lr"], or_zero=True)
-        if group["data_size"] is None:
-            raise OptionError(
-                "The number of training examples is missing",
-                expected="data_size, which says how much data the posterior rests on",
-                got="none",
-                do="pass data_size=len(dataset)",
-            )
-        check_count("data_size", group["data_size"])
+        check_data_size(group["data_size"])
         for name in ("prior_precision", "temperature"):
             if name in group:
                 check_positive(name, group[name])
@@ -317,6 +310,18 @@ def state_dtype(p: Tensor) -> torch.dtype:
     return p.dtype if p.dtype in (torch.float32, torch.float64) else torch.float32
 
 
+def check_data_size(size: Any) -> None:
+    """Raise unless this is a number of examples."""
+    if size is None:
+        raise OptionError(
+            "The number of training examples is missing",
+            expected="data_size, which says how much data the posterior rests on",
+            got="none",
+            do="pass data_size=len(dataset)",
+        )
+    check_count("data_size", size)
+
+
 def check_betas(betas: Any, count: int = 2) -> None:
     """Raise unless these are decay rates from [0, 1)."""
     if not isinstance(betas, (tuple, list)) or len(betas) != count:
@@ -326,7 +331,8 @@ def check_betas(betas: Any, count: int = 2) -> None:
             check_between("betas", beta, 0, 1)
 
 
-def _checked_parameters(params: Any) -> list[Any]:
+def checked_parameters(params: Any) -> list[Any]:
+    """Parameters or groups as a list; OptionError if these are none."""
     if isinstance(params, (nn.Module, Tensor)) or not isinstance(params, Iterable):
         raise OptionError(
             "These are no parameters",
