@@ -40,7 +40,7 @@ RESULTS = words("""
 HOOKS = words("""
     state evidence_point sample_of_data gamma_of_groups vectors_at_once tensors config clone canonical hessian
     position_nll nll gradient factor statistics sampled_gradient suspicion check_outputs targets to_config to_prior
-    group_index sizes vector
+    group_index sizes vector curvature_trace link link_slope
 """)
 """Methods that posteriors, likelihoods and priors write for the library to call, with arguments that it has checked:
 called here with right arguments only."""
@@ -49,7 +49,7 @@ UNMAKEABLE = words("""
     latent from_state quick_draws draws source outputs_of_data recurved with_own_noise solved load begin scaled_noise
     has_proportions_of layout spread positions expected_hessian curved log_likelihood with_precision squared_distance
     typical_of of span differs_in_precision_only average_weight check root root_transposed curvature_scale
-    vectors mean_and_point tensor entry number count word
+    vectors mean_and_point tensor entry number count word of_diagonal
 """)
 """Such methods whose arguments only the library can make."""
 

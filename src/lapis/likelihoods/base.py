@@ -136,6 +136,24 @@ class Likelihood(ABC):
         factor = factor.reshape(*draws.shape, factor.shape[-1])
         return torch.einsum("s,sbtcr,sbtdr->btcd", weights, factor, factor)
 
+    def curvature_trace(self, f: Tensor, y: Tensor) -> Tensor:
+        """tr(S S^T) at each position, (B, T)."""
+        return self.factor(f, y).square().sum((-2, -1))
+
+    def link(self, f: Tensor) -> Tensor:
+        """The link: E[y | f], (B, T, C)."""
+        raise LikelihoodError(
+            f"The {self.name} likelihood has no link",
+            expected="gaussian, categorical, bernoulli or poisson",
+            got=self.name,
+            do="leave the link out: take the outputs themselves",
+        )
+
+    def link_slope(self, f: Tensor) -> Tensor:
+        """d E[y | f] / d f, (B, T, C, C): for canonical links Lambda(x), the Hessian of nll in f."""
+        s = self.factor(f, self.link(f))  # targets with a probability for each output: none is ignored
+        return s @ s.mT
+
     @abstractmethod
     def sampled_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Gradient of nll in f at targets drawn from p(. | f): (B, T, C). Its second moment is S S^T.
@@ -210,6 +228,9 @@ class Separable(Likelihood):
 
     def curved(self, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
         return u * (self.root(f) ** 2).to(u.dtype)
+
+    def curvature_trace(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.root(f).square().sum(-1)
 
     def expected_hessian(self, draws: Tensor, y: Tensor, weights: Tensor) -> Tensor:
         squares = self.root(draws.flatten(0, 1)).reshape(draws.shape) ** 2

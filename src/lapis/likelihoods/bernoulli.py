@@ -61,6 +61,9 @@ class Bernoulli(Separable):
         """sigmoid(f) - y."""
         return f.sigmoid() - y
 
+    def link(self, f: Tensor) -> Tensor:
+        return f.sigmoid()
+
     def root(self, f: Tensor) -> Tensor:
         """sqrt(p (1 - p)), through logarithms: in float32, 1 - sigmoid(f) rounds to zero for f >= 17."""
         return (0.5 * (logsigmoid(f) + logsigmoid(-f))).exp()

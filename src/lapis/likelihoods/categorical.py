@@ -166,6 +166,17 @@ class Categorical(Likelihood):
             return p - y
         return self._masked(p - torch.nn.functional.one_hot(self._safe(y), f.shape[-1]).to(p), y)
 
+    def link(self, f: Tensor) -> Tensor:
+        return f.softmax(-1)
+
+    def curvature_trace(self, f: Tensor, y: Tensor) -> Tensor:
+        """sum_c p_c (1 - p_c), with 1 - p of the most probable class as the sum of the others."""
+        p = f.softmax(-1, dtype=torch.float64)
+        best, index = p.max(-1, keepdim=True)
+        rest = p.scatter(-1, index, 0.0)
+        trace = best[..., 0] * rest.sum(-1) + (rest * (1 - rest)).sum(-1)
+        return trace if y.is_floating_point() else torch.where(self._counts(y), trace, 0.0)
+
     def factor(self, f: Tensor, y: Tensor) -> Tensor:
         """A factor of diag(p) - p p^T, (B, T, C, C - 1): one column fewer than outputs saves a backward pass.
 

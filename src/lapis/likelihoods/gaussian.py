@@ -63,6 +63,12 @@ class Gaussian(Separable):
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return (f - y) / self._sigma(f.shape[-1]).to(f) ** 2
 
+    def link(self, f: Tensor) -> Tensor:
+        return f
+
+    def link_slope(self, f: Tensor) -> Tensor:
+        return torch.diag_embed(torch.ones_like(f))
+
     def root(self, f: Tensor) -> Tensor:
         """1 / sigma."""
         return (1 / self._sigma(f.shape[-1]).to(f)).expand(f.shape)

@@ -57,6 +57,9 @@ class Poisson(Separable):
         """exp(f) - y."""
         return f.exp() - y
 
+    def link(self, f: Tensor) -> Tensor:
+        return f.exp()
+
     def root(self, f: Tensor) -> Tensor:
         """exp(f / 2)."""
         return (0.5 * f).exp()

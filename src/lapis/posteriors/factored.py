@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lapis.batches import Inputs
 from lapis.errors import DataError
+from lapis.function_space.kernels import DiagonalKernel
+from lapis.function_space.tangent import Tangent
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.posteriors.over_weights import GaussianPosterior
@@ -34,6 +36,7 @@ class FactoredPosterior(GaussianPosterior):
 
     kind: ClassVar[str] = "gaussian"
     methods: ClassVar[tuple[str, ...]] = ("sampled", "linearised")
+    _runs_at_point: ClassVar[bool] = False
 
     deviation: Tensor
     factors: Tensor | None = None
@@ -134,6 +137,9 @@ class FactoredPosterior(GaussianPosterior):
                 kind,
                 self.facts.memory_budget,
             )
+
+    def _weight_kernel(self, tangent: Tangent) -> DiagonalKernel:
+        return DiagonalKernel(tangent, self.deviation.double().square(), self.factors)
 
     def _shift(self, inputs: Inputs) -> Tensor:
         with self.network.at(self.point):

@@ -14,10 +14,14 @@ from torch import Tensor
 from lapis.batches import Batch, Inputs, all_finite, batch_length
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import DataError
+from lapis.function_space import GaussianProcess
+from lapis.function_space.kernels import WeightKernel
+from lapis.function_space.tangent import Tangent
 from lapis.network import Network, full_precision
+from lapis.network.inputs import check_inputs
 from lapis.options import check_arguments, checked_tensor
 from lapis.posteriors.posterior import LatentKind, Posterior, State
-from lapis.posteriors.predicting.parts import DRAWN_NETWORKS, check_inputs
+from lapis.posteriors.predicting.parts import DRAWN_NETWORKS
 from lapis.posteriors.predicting.sampled import drawn_outputs
 from lapis.predictions import Latent, LatentGaussian
 from lapis.schema import wrong
@@ -73,6 +77,8 @@ class LinearisedPosterior(WeightPosterior):
     """
 
     methods: ClassVar[tuple[str, ...]] = ("linearised", "sampled")
+    _runs_at_point: ClassVar[bool] = True
+    """Whether the module holds the weights t where it is linearised."""
 
     mean: Tensor
     point: Tensor
@@ -121,6 +127,40 @@ class LinearisedPosterior(WeightPosterior):
 
     def _full_by_default(self) -> bool:
         return self.n_outputs <= FULL_COVARIANCE
+
+    # as a process over functions --------------------------------------------------------------------
+
+    @abstractmethod
+    def _weight_kernel(self, tangent: Tangent) -> WeightKernel:
+        """J Sigma J'^T of the linearised network."""
+
+    def _tangent(self) -> Tangent:
+        """The linearised network."""
+        facts = self.facts
+        elsewhere = not self._runs_at_point
+        return Tangent(
+            self.network, self.likelihood, self.point, elsewhere, facts.signature, facts.memory_budget,
+            self.check_network,
+        )  # fmt: skip
+
+    def gaussian_process(self, *, link: bool = False) -> GaussianProcess:
+        """The posterior as a Gaussian process over the network's outputs: mean f(x), kernel J(x) Sigma J(x')^T.
+
+        Equal to the linearised predictions; with `mean`, `kernel`, `sample`, `predict`, and for posteriors with a prior
+        `prior()`, the process before any data, which `given(data)` conditions on any of them.
+
+        Args:
+            link: the process of E[y | f], to first order: mean link(f(x)), kernel Lambda(x) J Sigma J'^T Lambda(x'),
+                with the derivative Lambda of the link (for softmax diag(p) - p p^T).
+        """
+        check_arguments(LinearisedPosterior.gaussian_process, locals())
+        tangent, point = self._tangent(), self.point
+        deviation = None if self.mean is point else self.mean.double() - point.double()
+
+        def draws(samples: int, generator: torch.Generator) -> Iterable[Tensor]:
+            return (weights.double() - point.double() for weights in self.draws(samples, generator))
+
+        return GaussianProcess(tangent, 1.0, link, self._weight_kernel(tangent), deviation, draws)
 
     def functional_variance(self, x: Inputs, diagonal: bool = False) -> Tensor:
         """J Sigma J^T of each example's outputs: (B, C, C), or its diagonal (B, C) in the layout of the outputs.
@@ -173,6 +213,15 @@ class GaussianPosterior(LinearisedPosterior):
                 "The weights are not finite", expected="finite numbers", got="NaN or infinity", do="check them"
             )
         return theta.reshape(-1, self.n_weights)
+
+    def gaussian_process(self, *, link: bool = False) -> GaussianProcess:
+        """See `LinearisedPosterior.gaussian_process`."""
+        process = super().gaussian_process(link=link)
+
+        def distance() -> Tensor:
+            return self._squared_distance((self.point.double() - self.mean.double())[None])[0]
+
+        return replace(process, distance=distance)
 
     @abstractmethod
     def marginal_variance(self) -> Tensor:

@@ -119,15 +119,15 @@ class Outer:
                 total[examples] += _weighted(column[..., None], variance[:, None, chosen, -1:], diagonal)
         return total
 
-    def joint(self, variance: Tensor) -> Tensor:
-        """J diag(variance) J^T over all examples together: (B, M, B, M)."""
-        groups, seeds, batch, _, outputs = self.g.shape
-        total = self.g.new_zeros(batch * seeds, batch * seeds)
-        step = max(1, CHUNK_BYTES // (self.g.element_size() * batch * seeds * groups * variance.shape[-1]))
-        for o in range(0, outputs, step):
-            rows = replace(self, g=self.g[..., o : o + step]).rows().transpose(0, 1).reshape(batch * seeds, -1)
-            total += (rows * variance[:, o : o + step].reshape(-1)) @ rows.T
-        return total.reshape(batch, seeds, batch, seeds)
+    def settled(self) -> Outer:
+        """The same with its inputs at hand and nothing else of its batch, to be kept while other batches come."""
+        a = self.inputs().detach()
+        return Outer(lambda: a, self.g, self.bias)
+
+    def double(self) -> Outer:
+        """In float64."""
+        inputs = self.inputs
+        return replace(self, inputs=lambda: inputs().double(), g=self.g.double(), add_moment=None)
 
     def project(self, vectors: Tensor) -> Tensor:
         """J v for weight vectors v (n, K, O, I): (B, M, n), a few vectors at a time."""
@@ -284,8 +284,11 @@ class Lookup:
             return (left * right).sum((2, 3)).T
         return torch.einsum("mbot,nbot->bmn", left, right)
 
-    def joint(self, variance: Tensor) -> Tensor:
-        return self.as_outer().joint(variance)
+    def settled(self) -> Lookup:
+        return self
+
+    def double(self) -> Lookup:
+        return replace(self, g=self.g.double())
 
     def project(self, vectors: Tensor) -> Tensor:
         """J v for weight vectors v (n, 1, O, V): (B, M, n)."""
@@ -368,10 +371,11 @@ class Rows:
         array = outputs.mT @ self.values.reshape(*self.values.shape[:2], *shape)
         return Rows((array if inputs is None else array @ inputs).flatten(2))
 
-    def joint(self, variance: Tensor) -> Tensor:
-        seeds, batch, entries = self.values.shape
-        rows = self.values.transpose(0, 1).reshape(batch * seeds, entries)
-        return ((rows * variance.reshape(-1)) @ rows.T).reshape(batch, seeds, batch, seeds)
+    def settled(self) -> Rows:
+        return self
+
+    def double(self) -> Rows:
+        return Rows(self.values.double())
 
 
 Contribution = Outer | Lookup | Rows

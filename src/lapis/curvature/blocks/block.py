@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -245,8 +245,12 @@ class BlockGaussian(ABC):
         return None
 
     @abstractmethod
-    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
-        """J Sigma J^T over all examples: (B, M, B, M)."""
+    def features(self, contributions: Sequence[Contribution]) -> Any:
+        """J in the form that `kernel` takes, computed once for a batch: it meets the features of many others."""
+
+    @abstractmethod
+    def kernel(self, left: Any, right: Any) -> Tensor:
+        """J Sigma J'^T between the examples of two `features`: (B, M, B', M')."""
 
     @abstractmethod
     def matrix(self) -> Tensor:

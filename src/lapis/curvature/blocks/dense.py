@@ -231,11 +231,16 @@ class DenseGaussian(BlockGaussian):
         white = self._whitened(contributions)
         return white.square().sum(0) if diagonal else torch.einsum("pbm,pbn->bmn", white, white)
 
-    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
-        white = self._whitened(contributions)
-        _, batch, seeds = white.shape
-        flat = white.flatten(1)
-        return (flat.T @ flat).reshape(batch, seeds, batch, seeds)
+    def features(self, contributions: Sequence[Contribution]) -> Tensor:
+        return self._whitened(contributions)
+
+    def kernel(self, left: Tensor, right: Tensor) -> Tensor:
+        return inner_products(left, right)
+
+
+def inner_products(left: Tensor, right: Tensor) -> Tensor:
+    """(B, M, B', M') from vectors (size, B, M) and (size, B', M')."""
+    return (left.flatten(1).mT @ right.flatten(1)).reshape(*left.shape[1:], *right.shape[1:])
 
 
 def stacked_rows(contributions: Sequence[Contribution]) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lapis.curvature.backward.contributions import Contribution
+from lapis.curvature.backward.pairs import between
 from lapis.curvature.blocks.block import Block, BlockGaussian, site_precision
 from lapis.curvature.blocks.spectrum import Spectrum, spectrum
 from lapis.curvature.moments import Moment
@@ -100,8 +101,11 @@ class DiagonalGaussian(BlockGaussian):
         variance = features.square() @ self._variance(features.dtype)[0].mT
         return variance if diagonal else torch.diag_embed(variance)
 
-    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
-        return contributions[0].joint(self._variance(contributions[0].dtype))
+    def features(self, contributions: Sequence[Contribution]) -> Contribution:
+        return contributions[0].settled()
+
+    def kernel(self, left: Contribution, right: Contribution) -> Tensor:
+        return between(left, right, self._variance(left.dtype))
 
     def matrix(self) -> Tensor:
         return torch.diag(self.precision.reshape(-1))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapis.curvature.backward.contributions import Contribution, Lookup, Rows
+from lapis.curvature.backward.pairs import between
 from lapis.curvature.blocks.block import Block, BlockGaussian, FactoredDraw
 
 SYMMETRIC_ROOT = 2**20
@@ -123,9 +125,11 @@ class EigenbasisGaussian(BlockGaussian):
         along, outputs = self.along_outputs(features), self.factors(features.dtype)[1][0]
         return along @ outputs.square().mT if diagonal else (outputs * along[:, None]) @ outputs.mT
 
-    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
-        rotated, variance = self.rotated(contributions[0])
-        return rotated.joint(variance)
+    def features(self, contributions: Sequence[Contribution]) -> Any:
+        return self.rotated(contributions[0])[0]
+
+    def kernel(self, left: Any, right: Any) -> Tensor:
+        return between(left, right, self.factors(left.dtype)[0])
 
     def matrix(self) -> Tensor:
         size = self.eigenvalues.numel()
@@ -203,12 +207,14 @@ class OwnBiasGaussian(EigenbasisGaussian):
         along, c = self._along(rotated)
         return rotated.covariance(variance, diagonal) - (along.square() @ c if diagonal else (along * c) @ along.mT)
 
-    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
-        rotated, variance = self.rotated(contributions[0])
-        total = rotated.joint(variance)
-        along, c = self._along(rotated)
-        flat = along.flatten(0, 1)
-        return total - ((flat * c) @ flat.mT).reshape(total.shape)
+    def features(self, contributions: Sequence[Contribution]) -> tuple[Contribution, Tensor]:
+        rotated, _ = self.rotated(contributions[0])
+        return rotated, self._along(rotated)[0]
+
+    def kernel(self, left: tuple[Contribution, Tensor], right: tuple[Contribution, Tensor]) -> Tensor:
+        total = super().kernel(left[0], right[0])
+        c = self._dent[1].to(total.dtype).reshape(-1)
+        return total - ((left[1].flatten(0, 1) * c) @ right[1].flatten(0, 1).mT).reshape(total.shape)
 
 
 def signs(vectors: Tensor) -> Tensor:

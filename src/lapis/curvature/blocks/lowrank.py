@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from lapis.batches import all_finite
-from lapis.curvature.backward.contributions import Contribution, Outer, Rows
+from lapis.curvature.backward.contributions import Contribution
+from lapis.curvature.backward.pairs import between
 from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, site_precision
+from lapis.curvature.blocks.dense import inner_products
 from lapis.curvature.blocks.spectrum import Spectrum
 from lapis.curvature.recording.sites import Site
 from lapis.errors import LapisWarning, MemoryBudgetError, NotPositiveDefiniteError, StructureError
@@ -188,7 +190,8 @@ class LowRankGaussian(BlockGaussian):
 
     def _projected(self, contributions: Sequence[Contribution]) -> tuple[list[Contribution], list[Tensor], Tensor]:
         """Contributions in float64, prior variances by site, and L^-1 V Lambda^-1/2 J^T as (r, B, M)."""
-        exact = [_double(contribution) for contribution in contributions]
+        # in float64: the prior's variance minus what the data take from it would cancel in single precision
+        exact = [contribution.double() for contribution in contributions]
         variances = [variance[0] for variance in self.block.parts(self.prior.reciprocal()[None])]
         if not len(self.block.values):  # no eigenvalue above the threshold: nothing to project on
             batch, seeds = exact[0].covariance(variances[0], True).shape
@@ -203,11 +206,14 @@ class LowRankGaussian(BlockGaussian):
         total = torch.stack([c.covariance(v, diagonal) for c, v in zip(exact, variances, strict=True)]).sum(0)
         return total - (white.square().sum(0) if diagonal else torch.einsum("rbm,rbn->bmn", white, white))
 
-    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
-        exact, variances, white = self._projected(contributions)
-        total = torch.stack([c.joint(v) for c, v in zip(exact, variances, strict=True)]).sum(0)
-        flat = white.flatten(1)
-        return total - (flat.mT @ flat).reshape(total.shape)
+    def features(self, contributions: Sequence[Contribution]) -> tuple[list[Contribution], Tensor]:
+        exact, _, white = self._projected([contribution.settled() for contribution in contributions])
+        return exact, white
+
+    def kernel(self, left: tuple[list[Contribution], Tensor], right: tuple[list[Contribution], Tensor]) -> Tensor:
+        variances = [variance[0] for variance in self.block.parts(self.prior.reciprocal()[None])]
+        parts = [between(a, b, v) for a, b, v in zip(left[0], right[0], variances, strict=True)]
+        return torch.stack(parts).sum(0) - inner_products(left[1], right[1])
 
     def matrix(self) -> Tensor:
         u = self.block.vectors
@@ -370,13 +376,3 @@ def _deflated(operator: Operator, vectors: Tensor) -> Operator:
         return block - (block @ vectors.mT) @ vectors
 
     return replace(operator, product=lambda block: without(operator(without(block))), property="symmetric")
-
-
-def _double(contribution: Contribution) -> Contribution:
-    """In float64: the prior's variance minus what the data take from it would cancel in single precision."""
-    if isinstance(contribution, Rows):
-        return Rows(contribution.values.double())
-    if isinstance(contribution, Outer):
-        inputs = contribution.inputs
-        return replace(contribution, inputs=lambda: inputs().double(), g=contribution.g.double())
-    return replace(contribution, g=contribution.g.double())

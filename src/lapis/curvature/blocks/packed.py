@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from lapis.batches import all_finite
 from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.blocks.block import Block, BlockGaussian, site_precision
-from lapis.curvature.blocks.dense import stacked_rows
+from lapis.curvature.blocks.dense import inner_products, stacked_rows
 from lapis.curvature.blocks.spectrum import Spectrum
 from lapis.curvature.blocks.triangle import Triangle, spans, triangle_bytes
 from lapis.curvature.moments import sum_rounding
@@ -146,18 +146,16 @@ class PackedGaussian(BlockGaussian):
         return self.factor().inverse_diagonal()
 
     def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:
-        white, batch = self._whitened(contributions)
-        white = white.reshape(self.block.size, batch, -1)
+        white = self.features(contributions)
         return white.square().sum(0) if diagonal else torch.einsum("pbm,pbn->bmn", white, white)
 
-    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
-        white, batch = self._whitened(contributions)
-        return (white.T @ white).reshape(batch, -1, batch, white.shape[1] // batch)
-
-    def _whitened(self, contributions: Sequence[Contribution]) -> tuple[Tensor, int]:
-        """L^-1 J^T as (size, B * M), and B."""
+    def features(self, contributions: Sequence[Contribution]) -> Tensor:
+        """L^-1 J^T as (size, B, M)."""
         rows = stacked_rows(contributions).transpose(0, 1)
-        return self.factor().solve(rows.flatten(0, 1).double().T), len(rows)
+        return self.factor().solve(rows.flatten(0, 1).double().T).reshape(-1, *rows.shape[:2])
+
+    def kernel(self, left: Tensor, right: Tensor) -> Tensor:
+        return inner_products(left, right)
 
     def matrix(self) -> Tensor:
         matrix = self.scale.detach() * self.block.triangle.whole()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,11 @@ class ScaledGaussian(BlockGaussian):
         found = self.gaussian.of_features(features, diagonal)
         return None if found is None else found * self.factor
 
-    def joint(self, contributions: Sequence[Contribution]) -> Tensor:
-        return self.gaussian.joint(contributions) * self.factor
+    def features(self, contributions: Sequence[Contribution]) -> Any:
+        return self.gaussian.features(contributions)
+
+    def kernel(self, left: Any, right: Any) -> Tensor:
+        return self.gaussian.kernel(left, right) * self.factor
 
     def matrix(self) -> Tensor:
         return self.gaussian.matrix() / self.factor

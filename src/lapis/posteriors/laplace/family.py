@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lapis.curvature.blocks.partition import NAMES
 from lapis.evidence import TangentMode, Tuning
+from lapis.function_space import GaussianProcess
 from lapis.likelihoods import Gaussian, Likelihood, from_config
 from lapis.network import Network, differentiating
 from lapis.options import check_arguments
@@ -281,6 +282,11 @@ class LaplaceFamily(Refinable):
         """The posterior at another temperature; no pass over data."""
         check_arguments(LaplaceFamily.with_temperature, locals())
         return self._changed(temperature=temperature)
+
+    def gaussian_process(self, *, link: bool = False) -> GaussianProcess:
+        """See `LinearisedPosterior.gaussian_process`."""
+        process = super().gaussian_process(link=link)
+        return replace(process, temperature=self.temperature, weight_prior=self.weight_prior)
 
     # diagnosis -------------------------------------------------------------------------------------
 

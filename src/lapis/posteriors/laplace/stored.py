@@ -22,6 +22,8 @@ from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.curvature.sums import Curvature
 from lapis.errors import LapisWarning, MemoryBudgetError, OptionError
 from lapis.evidence import Training
+from lapis.function_space.kernels import BlockKernel
+from lapis.function_space.tangent import Tangent
 from lapis.likelihoods import Gaussian, Likelihood
 from lapis.network import Network, full_precision
 from lapis.options import check_arguments, check_choice
@@ -348,6 +350,9 @@ class LaplacePosterior(LaplaceFamily):
 
     def _outputs(self, inputs: Inputs, kind: LatentKind) -> LatentGaussian:
         return linearised(self.network, self.curvature, self._trusted, inputs, kind, self.facts.memory_budget)
+
+    def _weight_kernel(self, tangent: Tangent) -> BlockKernel:
+        return BlockKernel(tangent, self.curvature.tape, self.curvature.sites_of, self._trusted, self.solve)
 
     # files -----------------------------------------------------------------------------------------
 

@@ -315,10 +315,11 @@ def _joint(record: Record, curvature: Curvature, gaussians: Sequence[BlockGaussi
     check_joint(record.f, memory_budget)
     seeds = torch.cat(list(position_seeds(unit_factor(record.f.detach()), outputs)))
     contributions = record.contributions(seeds)
-    parts = (
-        gaussian.joint(_own(contributions, sites))
+    features = [
+        gaussian.features(_own(contributions, sites))
         for gaussian, sites in zip(gaussians, curvature.sites_of, strict=True)
-    )
+    ]
+    parts = (gaussian.kernel(own, own) for gaussian, own in zip(gaussians, features, strict=True))
     return _sum(parts).reshape(total, total)
 
 

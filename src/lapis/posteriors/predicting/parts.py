@@ -12,9 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from lapis.batches import (
     DEFAULT_BATCH_SIZE,
     Inputs,
-    as_inputs,
     batch_length,
-    check_finite,
     describe,
     naming,
     stream_length,
@@ -22,7 +20,7 @@ from lapis.batches import (
     tensors_in,
 )
 from lapis.errors import DataError, LapisError, ModelError
-from lapis.network import Network
+from lapis.network.inputs import check_inputs, nothing
 from lapis.posteriors.predicting.linearised import check_covariances
 from lapis.predictions import GatheredLatent, Latent, LatentGaussian, LatentMixture, LatentSamples
 from lapis.progress import track
@@ -62,7 +60,7 @@ def latent_of_parts(
             del latent  # before the next one is made
         begun = True
     if not begun:
-        raise _nothing(posterior.facts.signature, "no batches")
+        raise nothing(posterior.facts.signature, "no batches")
     return gathered.result()
 
 
@@ -152,29 +150,3 @@ def _part_length(posterior: Posterior, inputs: Inputs, kind: LatentKind, samples
     results = {"sampled": samples or DRAWN_NETWORKS, "full": posterior.n_outputs}.get(kind, 1) * output_bytes
     each = max(1, COPIES * (graph + output_bytes) + RESULT_COPIES * results)
     return max(1, min(batch_length(inputs), posterior.facts.memory_budget // (2 * each)))
-
-
-def check_inputs(inputs: Any, network: Network, signature: str) -> Inputs:
-    """Inputs on the network's device; DataError if they are empty, not finite, or of another floating dtype."""
-    ready = as_inputs(inputs, network.dtype, network.device)
-    if not tensors_in(ready) or batch_length(ready) == 0:
-        raise _nothing(signature, describe(ready))
-    for tensor in tensors_in(ready):
-        if tensor.is_floating_point() and tensor.dtype != network.dtype:
-            raise DataError(
-                "The inputs have another dtype than the network",
-                expected=f"{network.dtype}" + (f" (the fit saw {signature})" if signature else ""),
-                got=describe(ready),
-                do=f"convert the inputs with .to({network.dtype})",
-            )
-    check_finite(ready, "this batch")
-    return ready
-
-
-def _nothing(signature: str, got: str) -> DataError:
-    return DataError(
-        "There is nothing to predict",
-        expected=f"inputs like {signature}" if signature else "inputs as in training",
-        got=got,
-        do="pass some examples",
-    )

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lapis.batches import Inputs
 from lapis.errors import OptionError
+from lapis.function_space.kernels import DrawnKernel
+from lapis.function_space.tangent import Tangent
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.options import check_arguments
@@ -128,6 +130,9 @@ class DrawnPosterior(LinearisedPosterior):
             kind,
             self.facts.memory_budget,
         )
+
+    def _weight_kernel(self, tangent: Tangent) -> DrawnKernel:
+        return DrawnKernel(tangent, self.deviations)
 
     def state(self) -> State:
         """The draws, and how they were made."""

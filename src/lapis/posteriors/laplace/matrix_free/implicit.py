@@ -14,6 +14,8 @@ from torch import Tensor
 from lapis.batches import Batch, Inputs, batches
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.errors import OptionError
+from lapis.function_space.kernels import SolvedKernel
+from lapis.function_space.tangent import Tangent
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.options import check_arguments, check_choice
@@ -308,6 +310,9 @@ class ImplicitPosterior(SolvedPosterior):
             kind,
             self.facts.memory_budget,
         )
+
+    def _weight_kernel(self, tangent: Tangent) -> SolvedKernel:
+        return SolvedKernel(tangent, self.solve)
 
     # files -----------------------------------------------------------------------------------------
 
