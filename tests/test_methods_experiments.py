@@ -113,3 +113,12 @@ def test_linearised_and_sampled_share_a_posterior(command: Callable[..., list[di
     lower = rows["linearised, tuned"]["nll"] < rows["plain"]["nll"]
     assert f"- tuned: NLL below plain's: {'yes' if lower else 'no'}" in text
     assert (tmp_path / "linearised_quick.png").exists()
+
+
+def test_active_learning_and_bandits_leave_curves(command: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    rows = command("active", tmp_path, "--settings", "digits_dropout", "--columns", "bald")
+    assert rows[0]["labels"] == [20, 30, 40, 50]
+    assert len(rows[0]["error_rate"]) == 4
+    rows = command("bandits", tmp_path, "--settings", "breast cancer", "--columns", "greedy;Thompson")
+    assert all(0 < row["total"] < 70 for row in rows)  # of 110 rounds; chance loses 55
+    assert (tmp_path / "bandits_quick.png").exists()

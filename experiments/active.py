@@ -1,0 +1,144 @@
+"""Active learning on MNIST: how many labels a network needs when it asks for the ones that it is in doubt about.
+
+From 20 random labels by 10 a round. Every round trains a small convolution network with dropout from scratch on what
+has labels, and chooses from the pool: at random, by entropy, by mutual information (BALD), by the variance of the
+probabilities, and by the information of all ten together (batch-aware). Doubt is that of a Laplace posterior over the
+last layer (README recipe), or of MC dropout. Rows are resumable.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from common import COLOURS, table
+from methods.command import About, arguments, fill, write_page
+from methods.images import Images, convolutional, small_digits, stored
+from methods.rows import Row, read
+from methods.tables import by_column, mean, standard_error
+from torch import Tensor, nn
+
+import lapis
+
+SETTINGS = ("mnist_laplace", "mnist_dropout")
+QUICK = ("digits_laplace", "digits_dropout")
+COLUMNS = ("random", "entropy", "bald", "variance", "batch")
+POOL, TEST, BUDGET, STEPS = 5_000, 2_000, 300, 250
+TARGETS = (0.10, 0.05, 0.02)
+TITLES = {"laplace": "Laplace, last layer", "dropout": "MC dropout"}
+NAMES = {"bald": "BALD", "batch": "batch-aware"}
+
+
+class Loaded:
+    """The pool, the test set, and how a posterior is fitted to labelled examples."""
+
+    def __init__(self, setting: str, seed: int, quick: bool) -> None:
+        self.seed, self.quick = seed, quick
+        self.posterior = setting.split("_")[1]
+        images: Images = small_digits(seed) if quick else stored("mnist", "fashion_mnist", seed, POOL, TEST)
+        self.pool, self.test = images.standardised(images.train), images.standardised(images.test)
+
+    def fit(self, data: tuple[Tensor, Tensor]) -> lapis.Posterior:
+        torch.manual_seed(1000 * self.seed + len(data[1]))
+        width = data[0].shape[-1]
+        model = convolutional((1, width), (8,) if self.quick else (16, 32), 16 if self.quick else 64, 10, 3, 0.25)
+        train(model, *data, steps=30 if self.quick else STEPS)
+        if self.posterior == "dropout":
+            return lapis.dropout(model, "categorical")
+        return lapis.laplace(model, data, "categorical").tune()
+
+    def run(self, by: str) -> Row:
+        settings: dict[str, Any] = {"start": 20, "each": 10, "by": by, "test": self.test}
+        generator = torch.Generator().manual_seed(self.seed)
+        history = lapis.active.learn(self.fit, self.pool, 50 if self.quick else BUDGET, generator=generator, **settings)
+        return {
+            "labels": [done.labels for done in history.rounds],
+            "error_rate": [done.scores["error"] for done in history.rounds],
+            "nll": [done.scores["nll"] for done in history.rounds],
+            "seconds": sum(done.seconds for done in history.rounds),
+        }
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
+    optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    model.train()
+    for _ in range(steps):
+        rows = torch.randint(len(y), (32,), generator=generator)
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimiser.step()
+    model.eval()
+
+
+def labels_to(row: Row, rate: float) -> float:
+    """Labels with which the error first was at most `rate`; beyond the budget if never."""
+    return next((n for n, error in zip(row["labels"], row["error_rate"], strict=True) if error <= rate), float("inf"))
+
+
+def page(chosen: Any, rows: list[Row]) -> None:
+    settings = QUICK if chosen.quick else SETTINGS
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    parts = []
+    colours = dict(zip(COLUMNS, ("#888888", *COLOURS), strict=True))
+    for axis, setting in zip(axes, settings, strict=True):
+        found = by_column(rows, setting, COLUMNS)
+        lines = []
+        for by, each in found.items():
+            rates = torch.tensor([row["error_rate"] for row in each])
+            labels, centre = each[0]["labels"], rates.mean(0)
+            axis.plot(labels, 100 * centre, label=NAMES.get(by, by), color=colours[by], lw=1.8)
+            if len(each) > 1:
+                spread = rates.std(0) / len(each) ** 0.5
+                low, high = 100 * (centre - spread), 100 * (centre + spread)
+                axis.fill_between(labels, low, high, color=colours[by], alpha=0.15)
+            needed = [[labels_to(row, rate) for row in each] for rate in TARGETS]
+            shown = [_count(values) for values in needed]
+            last = [100 * row["error_rate"][-1] for row in each]
+            half = [100 * row["error_rate"][len(labels) // 2] for row in each]
+            seconds = f"{mean([row['seconds'] for row in each]):.0f}"
+            lines.append([NAMES.get(by, by), *shown, _rate(half), _rate(last), seconds, len(each)])
+        if lines:
+            labels = next(iter(found.values()))[0]["labels"]
+            head = ["chosen by", *(f"labels to {rate:.0%} error" for rate in TARGETS)]
+            head += [f"error at {labels[len(labels) // 2]}, %", f"at {labels[-1]}, %", "s", "seeds"]
+            parts.append(f"## {TITLES[setting.split('_')[1]]}\n\n{table(head, lines)}")
+        axis.set(title=TITLES[setting.split("_")[1]], xlabel="labels", yscale="log")
+        axis.grid(alpha=0.25, which="both")
+    axes[0].set_ylabel("test error, %")
+    next(axis for axis in axes if axis.lines).legend(frameon=False)
+    about = About(
+        "Active learning",
+        f"""Pool of {"300 digits" if chosen.quick else f"{POOL:,} MNIST images"}, tested on {TEST:,}; {STEPS} steps of
+        AdamW a round, from scratch; means over seeds with standard errors.""",
+        "A dash: never within the budget, for at least one seed. Seconds are those of all rounds' fits and tests.",
+        "Test error against labels",
+    )
+    write_page(chosen, about, parts, rows, figure)
+
+
+def _count(values: list[float]) -> str:
+    if not all(value < float("inf") for value in values):
+        return "-"
+    return f"{mean(values):.0f}" + (f" ± {standard_error(values):.0f}" if len(values) > 1 else "")
+
+
+def _rate(values: list[float]) -> str:
+    return f"{mean(values):.1f}" + (f" ± {standard_error(values):.1f}" if len(values) > 1 else "")
+
+
+def main() -> None:
+    chosen = arguments("active", __doc__, (SETTINGS, QUICK), (COLUMNS, ("random", "bald", "batch")))
+    if not chosen.report:
+        fill(
+            chosen,
+            lambda setting, seed: Loaded(setting, seed, chosen.quick),
+            lambda loaded, by: loaded.run(by),
+            ("seconds",),
+        )
+    page(chosen, read(chosen.rows))
+
+
+if __name__ == "__main__":
+    main()
