@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,11 +15,13 @@ from lapis.batches import Batch, Inputs, all_finite, batch_length
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import DataError
 from lapis.function_space import GaussianProcess
+from lapis.function_space.data_view import Of
 from lapis.function_space.kernels import WeightKernel
 from lapis.function_space.tangent import Tangent
 from lapis.network import Network, full_precision
 from lapis.network.inputs import check_inputs
 from lapis.options import check_arguments, checked_tensor
+from lapis.posteriors import examples
 from lapis.posteriors.posterior import LatentKind, Posterior, State
 from lapis.posteriors.predicting.parts import DRAWN_NETWORKS
 from lapis.posteriors.predicting.sampled import drawn_outputs
@@ -160,7 +162,73 @@ class LinearisedPosterior(WeightPosterior):
         def draws(samples: int, generator: torch.Generator) -> Iterable[Tensor]:
             return (weights.double() - point.double() for weights in self.draws(samples, generator))
 
-        return GaussianProcess(tangent, 1.0, link, self._weight_kernel(tangent), deviation, draws)
+        return GaussianProcess(tangent, self._tempering(), link, self._weight_kernel(tangent), deviation, draws)
+
+    # the data view ---------------------------------------------------------------------------------
+
+    def _tempering(self) -> float:
+        """The temperature at which the likelihood entered."""
+        return 1.0
+
+    def memorable(
+        self, data: Any, *, per_class: int = 10, batch_size: int | None = None, progress: bool | None = None
+    ) -> Tensor:
+        """Indices of the examples that matter most to the posterior: those with the largest tr(H), n for each class.
+
+        tr(H) is the trace of the likelihood's Hessian in the outputs, the precision that an example brings: for softmax
+        sum_c p_c (1 - p_c), large near a decision boundary. It is the same for all examples under Gaussian noise:
+        there the leverage tr(S^T V S) ranks them. Class after class, in each the most memorable first. A class with
+        fewer examples gives all of them. Where examples have no single class (regression, counts, positions,
+        several labels) `per_class` is the number of all indices.
+
+        Args:
+            data: with targets, in any form that `lapis.laplace` takes; indices count its examples in their order.
+            per_class: how many of each class.
+            batch_size: for data that are not batched yet.
+            progress: show a bar; by default on a terminal only.
+        """
+        check_arguments(LinearisedPosterior.memorable, locals())
+        return examples.memorable(self, data, per_class, batch_size, progress)
+
+    def sensitivity(
+        self,
+        data: Any,
+        *,
+        of: Of = "outputs",
+        exact: bool = False,
+        batch_size: int | None = None,
+        progress: bool | None = None,
+    ) -> Tensor:
+        """How much leaving out each example of the fit would change its own outputs: error times variance, (N,).
+
+        |V g| with the covariance V = J Sigma J^T of the example's outputs and the gradient g of its -log p(y | f): the
+        change to first order (memory perturbation). Large for examples that the network had to bend for, such as those
+        with a wrong label. Above 32 outputs V are variances only.
+
+        Args:
+            data: examples of the fit with their targets, in any form that `lapis.laplace` takes.
+            of: the change of the "outputs", or of the "predictions" E[y | f], to first order.
+            exact: with the leverage, |V_-n g|: the change in a refit of the tangent model without the example, exact
+                for linear Gaussian models at their mode.
+            batch_size: for data that are not batched yet.
+            progress: show a bar; by default on a terminal only.
+        """
+        check_arguments(LinearisedPosterior.sensitivity, locals())
+        return examples.sensitivity(self, data, of, exact, batch_size, progress)
+
+    def leave_one_out(self, data: Any, *, batch_size: int | None = None, progress: bool | None = None) -> Tensor:
+        """log p(y_n | all other examples) of each example of the fit, (N,) float64, by the tangent model.
+
+        Its outputs without the example are Gaussian, in closed form: V_-n = V + V S (I - S^T V S)^-1 S^T V with mean
+        f + V_-n g. Exact for linear Gaussian models at their mode. A wrong label has a low value.
+
+        Args:
+            data: examples of the fit with their targets, in any form that `lapis.laplace` takes.
+            batch_size: for data that are not batched yet.
+            progress: show a bar; by default on a terminal only.
+        """
+        check_arguments(LinearisedPosterior.leave_one_out, locals())
+        return examples.leave_one_out(self, data, batch_size, progress)
 
     def functional_variance(self, x: Inputs, diagonal: bool = False) -> Tensor:
         """J Sigma J^T of each example's outputs: (B, C, C), or its diagonal (B, C) in the layout of the outputs.

@@ -286,7 +286,10 @@ class LaplaceFamily(Refinable):
     def gaussian_process(self, *, link: bool = False) -> GaussianProcess:
         """See `LinearisedPosterior.gaussian_process`."""
         process = super().gaussian_process(link=link)
-        return replace(process, temperature=self.temperature, weight_prior=self.weight_prior)
+        return replace(process, weight_prior=self.weight_prior)
+
+    def _tempering(self) -> float:
+        return self.temperature
 
     # diagnosis -------------------------------------------------------------------------------------
 

@@ -23,13 +23,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from lapis.batches import Batch
+from lapis.function_space.data_view import without_itself
 from lapis.predictions import LatentGaussian
 from lapis.predictions import predict as predict_outputs
-from lapis.predictions.expectations import expectations, hessian_factor
 
 if TYPE_CHECKING:
     from lapis.posteriors.laplace.family import LaplaceFamily
@@ -39,9 +38,6 @@ WIDTHS = tuple(2.0**-k for k in range(13))
 
 LEAST = 16
 """Fewer examples are too few to judge by."""
-
-LARGEST_LEVERAGE = 0.999
-"""S^T V S has eigenvalues below one in exact posteriors; beyond this, leave-one-out is not to be trusted."""
 
 
 @dataclass(frozen=True)
@@ -99,24 +95,11 @@ def _left_out(posterior: LaplaceFamily, sample: Sequence[Batch]) -> list[_Left] 
 
 def _without_itself(posterior: LaplaceFamily, latent: LatentGaussian, targets: Tensor) -> tuple[Tensor, Tensor] | None:
     """Mean and covariance of each example's outputs under the posterior of all others; None where that is undefined."""
-    likelihood, temperature = posterior.likelihood, posterior.temperature
-    f, v = latent.mean.double(), latent.covariance
-    assert v is not None
-    v = v.double()
-    if posterior.mean is posterior.point:
-        s, gradient = likelihood.factor(f, targets), likelihood.gradient(f, targets)
-    else:
-        expected = expectations(likelihood, f, v, targets)
-        s, gradient = hessian_factor(expected.hessian), expected.gradient
-    s, gradient = s / temperature**0.5, gradient / temperature
-    vs = v @ s
-    leverage, vectors = torch.linalg.eigh(s.mT @ vs)
-    if float(leverage.max()) > LARGEST_LEVERAGE:
+    expected = posterior.mean is not posterior.point
+    left = without_itself(posterior.likelihood, latent, targets, posterior.temperature, expected)
+    if not bool(left.valid.all()):
         return None
-    rotated = vs @ vectors
-    covariance = v + (rotated / (1 - leverage).unsqueeze(-2)) @ rotated.mT
-    mean = f + (covariance @ gradient.unsqueeze(-1)).squeeze(-1)
-    return mean.to(latent.mean.dtype), covariance.to(latent.mean.dtype)
+    return left.mean.to(latent.mean.dtype), left.covariance.to(latent.mean.dtype)
 
 
 def _loss(posterior: LaplaceFamily, parts: Sequence[_Left], width: float) -> float:
