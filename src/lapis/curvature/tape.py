@@ -6,7 +6,8 @@ the weights. `plan.planned_tape` builds a tape whose plan is proven against auto
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lapis.batches import Inputs, batch_length, map_tensors, take
 from lapis.curvature.backward.entries import Entries
+from lapis.curvature.backward.gradients import Given
 from lapis.curvature.backward.per_example import PerExample
 from lapis.curvature.backward.proof import unexplained
 from lapis.curvature.backward.record import Record
@@ -99,9 +101,25 @@ class Tape:
             self._trusted = self._trusted or not doubtful
         return record
 
+    def listening(self) -> AbstractContextManager[Listener]:
+        """Within the context, record calls that use chosen weights, whoever runs the network."""
+        return listening(self.network, self._slots, self.plan.general, self._rules)
+
+    def record_of(self, length: int, uses: list[tuple[Call, Use]], gradients: Mapping[int, Tensor]) -> Record:
+        """The record of a pass over `length` examples that was differentiated elsewhere.
+
+        `gradients`: at the output of each call, (M, *output), by the call's id.
+        """
+        f = next(iter(gradients.values())).new_zeros(length, 1, 1)
+        record = Record(
+            (), f.shape, f, uses, set(), None, self.plan, self._per_example, self._entries, self.network.proofs
+        )
+        record.gradients = Given(f, record.calls, self.network.proofs, gradients)
+        return record
+
     def _forward(self, inputs: Inputs) -> tuple[Tensor, Tensor, Listener]:
         """Raw outputs, checked outputs (B, T, C), and the listener with the recorded calls."""
-        with listening(self.network, self._slots, self.plan.general, self._rules) as listener:
+        with self.listening() as listener:
             raw = self.network.call(inputs)
         length = batch_length(inputs)
         if raw.dim() == 0 or raw.shape[0] != length:
@@ -127,11 +145,11 @@ class Tape:
         length, calls = batch_length(inputs), listener.calls
         signature = (length, tuple((call.key, tuple(call.probe.shape)) for call in calls))
         if signature not in self._axes:
-            known = None if listener.picks else self._known_axes(calls, length)
+            known = None if listener.picks else self.known_axes(calls, length)
             self._axes[signature] = known or self._measure_axes(inputs, f, calls, length)
         return self._axes[signature]
 
-    def _known_axes(self, calls: list[Call], length: int) -> list[BatchAxis | None] | None:
+    def known_axes(self, calls: list[Call], length: int) -> list[BatchAxis | None] | None:
         """The axes found on a batch of another size, if they were unique and all other axes have the same lengths."""
         known = self._located.get(tuple(call.key for call in calls))
         if known is None:

@@ -2,5 +2,6 @@
 
 from lapis.optim.adaptive import Adam, RMSprop
 from lapis.optim.ivon import IVON
+from lapis.optim.vogn import VOGN
 
-__all__ = ["IVON", "Adam", "RMSprop"]
+__all__ = ["IVON", "VOGN", "Adam", "RMSprop"]

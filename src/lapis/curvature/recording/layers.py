@@ -239,6 +239,8 @@ def _norm(call: Call, axis: BatchAxis, trailing: int) -> list[Use]:
     """Weights multiply the normalised input; `trailing` axes of length one follow them."""
     with torch.no_grad():
         bare: dict[str, Any] = {name: None for name in ("weight", "bias") if name in call.arguments}
+        if call.arguments.get("training") or call.arguments.get("use_input_stats"):
+            bare |= {"running_mean": None, "running_var": None}  # statistics of the batch; running ones are not moved
         normalised = call.function(**{**call.arguments, **bare})
     return [
         _broadcast_rows(
