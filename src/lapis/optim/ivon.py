@@ -7,17 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lapis.likelihoods import Likelihood
-from lapis.optim.gaussian import gaussian_posterior
-from lapis.optim.sampling import SamplingOptimizer, Statistics, check_betas, state_dtype
-from lapis.options import check_arguments, check_positive
-from lapis.posteriors.factored import FactoredPosterior
-from lapis.posteriors.posterior import MEMORY_BUDGET
+from lapis.optim.diagonal import DiagonalOptimizer, scales
+from lapis.optim.sampling import Statistics, state_dtype
+from lapis.options import check_arguments
 
 
-class IVON(SamplingOptimizer):
+class IVON(DiagonalOptimizer):
     r"""Improved variational online Newton: a diagonal Gaussian over the weights, learnt while training.
 
     With N = `data_size` / `temperature` and d = `prior_precision` / N, a step draws theta = m + e / sqrt(N (h + d)),
@@ -50,7 +47,7 @@ class IVON(SamplingOptimizer):
 
     >>> from lapis import Gaussian
     >>> x = torch.linspace(-1, 1, 50)[:, None]
-    >>> model = nn.Linear(1, 1)
+    >>> model = torch.nn.Linear(1, 1)
     >>> optimiser = IVON(model.parameters(), lr=0.1, data_size=50, betas=(0.9, 0.99))
     >>> def closure():
     ...     optimiser.zero_grad()
@@ -88,104 +85,26 @@ class IVON(SamplingOptimizer):
             "hess_init": hess_init,
             "temperature": temperature,
             "clip_radius": clip_radius,
+            "damping": 0.0,
             "rescale_lr": rescale_lr,
         }
         super().__init__(params, defaults, draws=draws, generator=generator, synchronise=synchronise)
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        super()._check_group(group)
-        check_betas(group["betas"])
-        check_positive("hess_init", group["hess_init"])
-        if group["clip_radius"] != math.inf:
-            check_positive("clip_radius", group["clip_radius"])
-
-    def _moments(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A parameter's step count, momentum and Hessian."""
-        state: dict[str, Any] = self.state[p]
-        if not state:
-            state["step"] = 0
-            state["momentum"] = torch.zeros_like(p, dtype=state_dtype(p))
-            state["hessian"] = torch.full_like(p, group["hess_init"], dtype=state_dtype(p))
-        return state
-
-    def _perturb(self, params: list[Tensor]) -> None:
-        hessians: list[Tensor] = []
-        precisions: list[Tensor] = []
-        for group in self.param_groups:
-            size, decay = _scales(group)
-            own = [self._moments(p, group)["hessian"] for p in group["params"] if p.requires_grad]
-            found = torch._foreach_add(own, decay)
-            torch._foreach_mul_(found, size)
-            hessians += own
-            precisions += found
-        torch._foreach_sqrt_(precisions)
-        noise = self._noise.normal(hessians)
-        torch._foreach_div_(noise, precisions)
-        torch._foreach_add_(params, noise)
-
     def _statistics(self, gradients: Mapping[Tensor, Tensor]) -> tuple[Statistics, float]:
         """(theta - m) g."""
         assert self._means is not None
-        found = {}
-        for p, gradient in gradients.items():
-            dtype = state_dtype(p)
-            found[p] = (p.detach().to(dtype) - self._means[p]).mul_(gradient)
-        return found, 0.0
+        return {p: (p.detach().to(state_dtype(p)) - self._means[p]).mul_(g) for p, g in gradients.items()}, 0.0
 
-    def _update(self) -> None:
-        for group in self.param_groups:
-            params = self._ready(group)
-            if params:
-                self._update_group(group, params)
-
-    def _update_group(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
-        size, decay = _scales(group)
-        beta1, beta2 = group["betas"]
-        states = [self._moments(p, group) for p in params]
-        momenta, hessians = ([state[name] for state in states] for name in ("momentum", "hessian"))
-        for state in states:
-            state["step"] += 1
-        gradients = [p.grad.to(momentum.dtype) for p, momentum in zip(params, momenta, strict=True)]  # type: ignore[union-attr]
-        torch._foreach_lerp_(momenta, gradients, 1 - beta1)
-        # with r = (1 - b2) (k - h) / (h + d) the new h is h + (h + d) (r + r^2 / 2)
+    def _move_hessians(self, group: Mapping[str, Any], hessians: list[Tensor], seen: list[Tensor]) -> None:
+        """With r = (1 - b2) (k - h) / (h + d) the new h is h + (h + d) (r + r^2 / 2)."""
+        size, decay = scales(group)
         precisions = torch._foreach_add(hessians, decay)
-        relative = torch._foreach_mul([self._seen[p] for p in params], size)
+        relative = torch._foreach_mul(seen, size)
         torch._foreach_addcdiv_(relative, hessians, precisions, -1.0)
-        torch._foreach_mul_(relative, 1 - beta2)
+        torch._foreach_mul_(relative, 1 - group["betas"][1])
         torch._foreach_addcmul_(relative, relative, relative, 0.5)
         torch._foreach_addcmul_(hessians, precisions, relative)
-        # the step, with the new h
-        precisions = torch._foreach_add(hessians, decay)
-        steps = torch._foreach_div(momenta, [1 - beta1 ** state["step"] for state in states])
-        torch._foreach_add_(steps, params, alpha=decay)
-        torch._foreach_div_(steps, precisions)
-        if group["clip_radius"] != math.inf:
-            torch._foreach_clamp_min_(steps, -group["clip_radius"])
-            torch._foreach_clamp_max_(steps, group["clip_radius"])
-        rate = group["lr"] * (group["hess_init"] + decay if group["rescale_lr"] else 1.0)
-        torch._foreach_add_(params, steps, alpha=-rate)
 
-    def posterior(
-        self, model: nn.Module, likelihood: str | Likelihood, data: Any = None, *, memory_budget: int = MEMORY_BUDGET
-    ) -> FactoredPosterior:
-        """N(m, 1 / (N (h + d))) over the optimiser's parameters; the model must keep its weights from now on.
-
-        Args:
-            model: the network that has been trained; weights that are not the optimiser's are constants.
-            likelihood: see `lapis.laplace`; the one whose mean negative log likelihood was the loss.
-            data: some of the training data, if predictions are to check that inputs are like those; optional.
-            memory_budget: bytes of working memory for predictions.
-        """
-        check_arguments(IVON.posterior, locals(), apart=("likelihood",))
-        precisions = {}
-        for group in self.param_groups:
-            size, decay = _scales(group)
-            for p in group["params"]:
-                precisions[p] = size * (self._moments(p, group)["hessian"].double() + decay)
-        return gaussian_posterior(self, model, likelihood, precisions, data, memory_budget)
-
-
-def _scales(group: Mapping[str, Any]) -> tuple[float, float]:
-    """N, the effective number of examples, and d, the prior precision for each of them."""
-    size = group["data_size"] / group["temperature"]
-    return size, group["prior_precision"] / size
+    def _rate(self, group: Mapping[str, Any]) -> float:
+        factor = group["hess_init"] + scales(group)[1] if group["rescale_lr"] else 1.0
+        return float(group["lr"] * factor)

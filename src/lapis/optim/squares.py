@@ -199,7 +199,7 @@ class Squares:
             current.coefficients = self._factors(length, f)
             self._proven.add(trace)
         if general or current.coefficients is not None:
-            f.register_hook(partial(self._at_output, current, get_gradient_edge(f), sorted(general)))
+            f.register_hook(partial(self._at_output, current, get_gradient_edge(f), sorted(general)))  # type: ignore[no-untyped-call]
 
     def _factors(self, length: int, f: Tensor) -> Tensor:
         """Random factors for the proof; ones where examples are coupled, and only the sum is defined."""

@@ -1,4 +1,4 @@
-"""VOGN (Khan et al. 2018, Osawa et al. 2019): variational online Gauss-Newton, with squares of per-example gradients."""
+"""VOGN (Khan et al. 2018, Osawa et al. 2019): variational online Gauss-Newton, by squared per-example gradients."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class VOGN(DiagonalOptimizer):
         return {p: squares[name] for name, p in parameters.items() if p in gradients}, float(examples)
 
     def _move_hessians(self, group: Mapping[str, Any], hessians: list[Tensor], seen: list[Tensor]) -> None:
-        """The gradients of a mean over B examples are 1/B of their own: the mean of their squares is B times the sum."""
+        """Gradients of a mean over B examples are 1/B of their own: the mean of squares is B times the sum."""
         torch._foreach_lerp_(hessians, torch._foreach_mul(seen, self._examples), 1 - group["betas"][1])
 
     def __getstate__(self) -> dict[str, Any]:
