@@ -40,10 +40,7 @@ def report(outcomes: Sequence[Outcome], seed: int) -> None:
     print(f"\n{valid:,} calls with right arguments only; {networks} networks (case and dtype); seed {seed}")
     findings = [outcome for outcome in outcomes if outcome.finding]
     for outcome in findings:
-        kind = "right arguments" if outcome.valid else "wrong arguments"
-        print(f"\n{outcome.finding} ({kind}; {outcome.result}) in {outcome.world}: {outcome.call}")
-        last = outcome.detail.strip().splitlines()[-1:] or [""]
-        print(f"  {last[0]}\n  again: PYTHONPATH=tests python -m fuzz --seed {seed} --only {outcome.sequence}")
+        print("\n" + outcome.told(seed))
     print(f"\n{len(findings)} findings in {len(outcomes):,} calls")
 
 

@@ -29,6 +29,9 @@ SIGNED = frozenset(
 )
 """Numbers that may be zero or negative, or are checked when used."""
 
+FROM_ZERO = frozenset({"weight_decay"})
+"""Numbers that may be zero: none."""
+
 
 class Strange:
     """An object of no use."""
@@ -324,7 +327,8 @@ def by_annotation(hint: Any, default: Any, w: World, r: Random) -> Any:
 
 def refused(hint: Any, value: Any, name: str) -> bool:
     """Whether the annotation forbids the value, or its size has no meaning for a number of this name."""
-    return hint is not None and not admitted(hint, value, name in SIGNED)
+    is_zero = type(value) in (int, float) and value == 0
+    return hint is not None and not admitted(hint, value, name in SIGNED or (is_zero and name in FROM_ZERO))
 
 
 def admitted(hint: Any, value: Any, signed: bool) -> bool:

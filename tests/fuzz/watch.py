@@ -54,6 +54,15 @@ class Outcome:
     finding: str = ""
     detail: str = ""
 
+    def told(self, seed: int) -> str:
+        """A finding in a few lines."""
+        kind = "right arguments" if self.valid else "wrong arguments"
+        last = self.detail.strip().splitlines()[-1:] or [""]
+        return (
+            f"{self.finding} ({kind}; {self.result}) in {self.world}: {self.call}\n  {last[0]}\n"
+            f"  again: PYTHONPATH=tests python -m fuzz --seed {seed} --only {self.sequence}"
+        )
+
 
 @contextmanager
 def confined(w: World) -> Iterator[None]:
@@ -150,8 +159,12 @@ def share(seed: int, first: int, calls: int) -> list[Outcome]:
     found: list[Outcome] = []
     number, told = first, time.monotonic()
     while len(found) < calls:
-        found += sequence(seed, number)
+        latest = sequence(seed, number)
+        found += latest
         number += PROCESSES
+        for outcome in latest:
+            if outcome.finding:
+                print(outcome.told(seed), file=sys.stderr, flush=True)
         if time.monotonic() - told > 60:
             told = time.monotonic()
             seen = sum(bool(outcome.finding) for outcome in found)
