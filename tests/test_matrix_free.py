@@ -371,7 +371,8 @@ def test_an_adaptive_rank_changes_variances_by_its_fraction_at_most() -> None:
 
 
 @pytest.mark.parametrize("groups", ["one", "layer", "weight"])
-def test_low_rank_closed_forms_agree_with_each_other(groups: str) -> None:
+def test_low_rank_closed_forms_agree_with_each_other(groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lapis.curvature.blocks.lowrank.COLUMNS", 7)  # draws are coloured in pieces
     found, _, x, _ = small_problem("lowrank", rank=20)
     size = found.n_weights
     precision = {"one": 0.7, "layer": [0.7, 2.0], "weight": draw(7, size).abs() + 0.2}[groups]

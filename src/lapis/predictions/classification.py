@@ -87,9 +87,14 @@ class ClassificationPrediction(Prediction):
         """Log of the mean probabilities, and mean entropy, over draws of f."""
         if not isinstance(self.latent, LatentSamples):
             return monte_carlo(self._draws(), self._logits)
-        step = max(1, CHUNK // max(1, self.latent.values[:, 0].numel()))  # some examples at a time, all networks
-        parts = [monte_carlo([part], self._logits) for part in torch.split(self.latent.values, step, 1)]
-        return torch.cat([log_probs for log_probs, _ in parts]), torch.cat([expected for _, expected in parts])
+        values = self.latent.values
+        step = max(1, CHUNK // max(1, values[:, 0].numel()))  # some examples at a time, all networks
+        log_probs = values.new_empty(*self.latent.shape, *([2] if self._binary else []))
+        expected = values.new_empty(log_probs.shape[:-1])
+        for start in range(0, len(log_probs), step):
+            some = slice(start, start + step)  # written in place: small results between large ones fragment the heap
+            log_probs[some], expected[some] = monte_carlo([values[:, some]], self._logits)
+        return log_probs, expected
 
     @cached_property
     def _log_alpha(self) -> Tensor:
@@ -143,6 +148,8 @@ class ClassificationPrediction(Prediction):
     @cached_property
     def _log_probs(self) -> Tensor:
         """log p(y = c | x): (B, T, C), or (B, T, C, 2) for labels."""
+        if self.link in (None, "mc"):
+            return self._monte_carlo[0]
         dtype = self.latent.mean.dtype
         if self.link == "quasi":
             return self._log_mean_probs.to(dtype)
@@ -150,22 +157,20 @@ class ClassificationPrediction(Prediction):
             return mean_field(*self._flat_moments).reshape(self.latent.shape).to(dtype)
         if self.link in ("probit", "mean_field"):
             return self._logits(probit(self.latent.mean, self.latent.variance)).log_softmax(-1)
-        if self.link == "bridge":
-            return self._log_alpha.log_softmax(-1).to(dtype)
-        return self._monte_carlo[0]
+        return self._log_alpha.log_softmax(-1).to(dtype)
 
     @cached_property
     def _expected_entropy(self) -> Tensor:
         """E[H(y | f)]: (B, T), or (B, T, C) for labels."""
+        if self.link in (None, "mc"):
+            return self._monte_carlo[1]
         dtype = self.latent.mean.dtype
         if self.link == "bridge":
             return dirichlet_entropy(self._log_alpha).to(dtype)
         if self.link == "quasi":
             return self._mean_entropy.to(dtype)
-        if self.link in ("probit", "mean_field"):
-            information = (entropy(self._log_mean_probs) - self._mean_entropy).clamp_min(0).to(dtype)
-            return (entropy(self._log_probs) - information).clamp_min(0)
-        return self._monte_carlo[1]
+        information = (entropy(self._log_mean_probs) - self._mean_entropy).clamp_min(0).to(dtype)
+        return (entropy(self._log_probs) - information).clamp_min(0)
 
     def _position_log_prob(self, target: Tensor) -> Tensor:
         """The likelihood's own density, at logits whose softmax (sigmoid) is `probs`."""

@@ -21,6 +21,7 @@ from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.backward.pairs import between
 from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, site_precision
 from lapis.curvature.blocks.dense import inner_products
+from lapis.curvature.blocks.gram import strips
 from lapis.curvature.blocks.spectrum import Spectrum
 from lapis.curvature.recording.sites import Site
 from lapis.errors import LapisWarning, MemoryBudgetError, NotPositiveDefiniteError, StructureError
@@ -46,6 +47,9 @@ FEW = 512
 
 ROOT_FLOOR = 1e-12
 """Smallest eigenvalue, relative to the largest, that a root with entries exact to float32's eps determines."""
+
+COLUMNS = 2**16
+"""Weights of which draws are coloured together: no other copy of a draw is made."""
 
 MARGIN = 1e-6
 """By this fraction an eigenvalue must exceed the smallest kept one to replace it."""
@@ -173,9 +177,17 @@ class LowRankGaussian(BlockGaussian):
         # g = (1 - (1 + l)^-1/2) / l = 1 / (r (r + 1)), r = sqrt(1 + l): no division by a vanishing l.
         values, rotation = torch.linalg.eigh(self._factor @ self._factor.mT)
         root = values.clamp(min=1).sqrt()
-        spread = noise.double() * self.prior.rsqrt()
-        inner = (spread * self.prior) @ self._scaled.mT @ rotation
-        return torch.addmm(spread, (inner / (root * (root + 1))) @ rotation.mT, self._scaled, alpha=-1)
+        spans = list(strips(0, self.block.size, COLUMNS))
+        inner = noise.new_zeros(len(noise), len(root), dtype=torch.float64)
+        for start, stop in spans:
+            some = noise[:, start:stop].double() * self.prior[start:stop].sqrt()
+            inner += some @ self._scaled[:, start:stop].mT
+        inner = (inner @ rotation / (root * (root + 1))) @ rotation.mT
+        draws = noise.new_empty(noise.shape, dtype=torch.float64)
+        for start, stop in spans:
+            spread = noise[:, start:stop].double() * self.prior[start:stop].rsqrt()
+            draws[:, start:stop] = torch.addmm(spread, inner, self._scaled[:, start:stop], alpha=-1)
+        return draws
 
     def multiply(self, vectors: Tensor) -> Tensor:
         u = self.block.vectors
