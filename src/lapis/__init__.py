@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lapis import decisions, learning_rule, metrics, optim
+from lapis import decisions, latent, learning_rule, metrics, optim
 from lapis.curvature.recording.listener import register_rule
 from lapis.decisions import active
 from lapis.errors import (
@@ -126,6 +126,7 @@ __all__ = [
     "dropout",
     "ensemble",
     "laplace",
+    "latent",
     "learning_rule",
     "load",
     "metrics",

@@ -1,0 +1,253 @@
+"""Expectation-maximisation: one driver for every model with latent variables z.
+
+For any distribution q of z, with data y and parameters theta,
+
+    log p(y | theta) = B(q, theta) + KL(q || p(z | y, theta)),    B = E_q[log p(y, z | theta)] + H(q).
+
+    E: q <- p(z | y, theta)                    B rises to log p(y | theta): it touches
+    M: theta <- argmax E_q[log p(y, z | theta)]    B rises, and log p(y | theta) with it: it climbs
+
+A model of an exponential family needs its data only through the sums E_q[T(y, z)] of the E-step (`Expected`), which is
+what makes minibatches possible: S <- (1 - r) S + r S_batch N / M.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lapis.errors import DataError, LapisWarning, OptionError
+from lapis.options import check_arguments
+from lapis.progress import track
+
+Self = TypeVar("Self", bound="LatentModel")
+Model = TypeVar("Model", bound="LatentModel")
+
+ROUNDING = 1e-9
+"""A bound that falls by less than this share of its size has only been rounded."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The result of an E-step: expected sufficient statistics, sums over the data, and the entropy of q."""
+
+    statistics: Mapping[str, Tensor]
+    entropy: Tensor
+    """H(q), 0-d; the sum over the data."""
+    count: float
+    """Data that the sums are over."""
+
+    def scaled(self, factor: float) -> Expected:
+        """All sums times a factor."""
+        return Expected({k: factor * v for k, v in self.statistics.items()}, factor * self.entropy, factor * self.count)
+
+    def plus(self, other: Expected) -> Expected:
+        """The sums over both."""
+        sums = {name: value + other.statistics[name] for name, value in self.statistics.items()}
+        return Expected(sums, self.entropy + other.entropy, self.count + other.count)
+
+
+class LatentModel(ABC):
+    """A model with latent variables, as a value: `maximisation` returns a new one."""
+
+    @abstractmethod
+    def expectation(self, data: Any) -> Expected:
+        """E-step: the statistics under q = p(z | y, theta)."""
+
+    @abstractmethod
+    def maximisation(self: Self, expected: Expected) -> Self:
+        """M-step: the model with the largest E_q[log p(y, z | theta)] (plus log prior, where it has one)."""
+
+    @abstractmethod
+    def log_joint(self, expected: Expected) -> Tensor:
+        """E_q[log p(y, z | theta)] (plus log prior of theta), 0-d."""
+
+    def bound(self, expected: Expected) -> float:
+        """B(q, theta); the log likelihood if q is this model's own posterior."""
+        return float(self.log_joint(expected) + expected.entropy)
+
+    def vector(self) -> Tensor | None:
+        """Parameters as an unconstrained vector, for acceleration; None for models that offer none."""
+        return None
+
+    def with_vector(self: Self, vector: Tensor) -> Self:
+        """The model with these parameters."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Fit(Generic[Model]):
+    """What `em` found."""
+
+    model: Model
+    bounds: tuple[float, ...]
+    """B after every E-step (the log likelihood, and log prior); minibatches: estimates of it."""
+    half_steps: tuple[float, ...]
+    """B after every half-step: E, M, E, M, and so on."""
+    converged: bool
+    reason: str
+    rounds: int
+    restarts: tuple[float, ...] = field(default=())
+    """The last bound of every start, where there were several."""
+
+
+def em(
+    model: Model | Callable[[torch.Generator], Model],
+    data: Any,
+    *,
+    rounds: int = 200,
+    tolerance: float = 1e-6,
+    restarts: int = 1,
+    batch_size: int | None = None,
+    accelerate: bool = False,
+    generator: torch.Generator | None = None,
+    progress: bool | None = None,
+) -> Fit[Model]:
+    """Fit a model with latent variables by expectation-maximisation.
+
+    Args:
+        model: where to start; or a function of a generator that makes starts, for `restarts`.
+        data: what the model's `expectation` takes; for minibatches a tensor, or a list of sequences.
+        rounds: at most so many E- and M-steps from each start.
+        tolerance: ends when a round raises the bound by less than this many nats a datum.
+        restarts: starts, of which the best is kept.
+        batch_size: data a step, for stochastic EM: statistics are averaged with a rate of (2 + t)^-0.7.
+        accelerate: extrapolate from every two steps (SQUAREM), and take it only where the bound does not fall.
+        generator: source of randomness for starts and minibatches; seeded with 0 when not given.
+        progress: show a bar; by default on a terminal only.
+    """
+    check_arguments(em, locals(), apart=("model",))
+    source = generator or torch.Generator().manual_seed(0)
+    if restarts > 1 and isinstance(model, LatentModel):
+        raise OptionError(
+            "Every restart would be the same",
+            expected="a function of a generator that makes a start",
+            got=type(model).__name__,
+            do="pass such a function, or leave restarts out",
+        )
+    if not isinstance(model, LatentModel) and not callable(model):
+        raise OptionError(
+            "Bad model", expected="a LatentModel, or a function that makes one", got=type(model).__name__, do="pass one"
+        )
+    best: Fit[Model] | None = None
+    ends = []
+    for _ in range(restarts):
+        start = model if isinstance(model, LatentModel) else model(source)
+        if batch_size is None:
+            found = _ascend(start, data, rounds, tolerance, accelerate, progress)
+        else:
+            found = _stochastic(start, data, rounds, batch_size, source, progress)
+        ends.append(found.bounds[-1])
+        if best is None or found.bounds[-1] > best.bounds[-1]:
+            best = found
+    assert best is not None
+    if not best.converged and batch_size is None:
+        warnings.warn(
+            f"EM was still climbing: {best.reason}. Raise rounds ({rounds}), or tolerance ({tolerance:g}).",
+            LapisWarning,
+            stacklevel=2,
+        )
+    return Fit(best.model, best.bounds, best.half_steps, best.converged, best.reason, best.rounds, tuple(ends))
+
+
+def _ascend(
+    model: Model, data: Any, rounds: int, tolerance: float, accelerate: bool, progress: bool | None
+) -> Fit[Model]:
+    """E- and M-steps until the bound hardly rises."""
+    expected = model.expectation(data)
+    bounds = [_finite(model.bound(expected))]
+    half_steps = [bounds[0]]
+    done, gain = 0, math.inf
+    for _ in track(range(rounds), "EM", rounds, progress):
+        before = model
+        model = model.maximisation(expected)
+        half_steps.append(model.bound(expected))
+        if accelerate:
+            model = _leap(before, model, data, half_steps[-1])
+        expected = model.expectation(data)
+        bounds.append(_finite(model.bound(expected)))
+        half_steps.append(bounds[-1])
+        done, gain = done + 1, bounds[-1] - bounds[-2]
+        if gain < -ROUNDING * max(1.0, abs(bounds[-1])):
+            raise DataError(
+                "The bound fell, which EM never does",
+                expected=f"at least {bounds[-2]:.10g}",
+                got=f"{bounds[-1]:.10g}",
+                do="check expectation, maximisation and log_joint of the model",
+            )
+        if gain <= tolerance * expected.count:
+            break
+    reason = f"the last of {done} rounds raised the bound by {gain:.3g} nats"
+    return Fit(model, tuple(bounds), tuple(half_steps), gain <= tolerance * expected.count, reason, done)
+
+
+def _leap(before: Model, after: Model, data: Any, floor: float) -> Model:
+    """SQUAREM: from x0, x1 = M(x0) and x2 = M(x1) to x0 - 2 a r + a^2 v, if the bound there is no lower."""
+    x0, x1 = before.vector(), after.vector()
+    if x0 is None or x1 is None:
+        return after
+    expected = after.expectation(data)
+    second = after.maximisation(expected)
+    x2 = second.vector()
+    assert x2 is not None
+    r, v = x1 - x0, x2 - 2 * x1 + x0
+    size = float(v.norm())
+    if size == 0 or not math.isfinite(size):
+        return second
+    step = -max(1.0, float(r.norm()) / size)
+    least = max(floor, second.bound(expected))
+    while step < -1:
+        candidate = after.with_vector(x0 - 2 * step * r + step**2 * v)
+        try:
+            value = candidate.bound(candidate.expectation(data))
+        except (DataError, RuntimeError):
+            value = -math.inf
+        if value >= least:
+            return candidate
+        step = (step - 1) / 2 if step < -1.01 else -1.0
+    return second
+
+
+def _stochastic(
+    model: Model, data: Any, rounds: int, batch_size: int, source: torch.Generator, progress: bool | None
+) -> Fit[Model]:
+    """Stochastic EM: running averages of the statistics, an M-step after every minibatch; `rounds` are epochs."""
+    total = len(data)
+    if total < 1:
+        raise DataError("There is no data", expected="at least one datum", got="none", do="pass some")
+    averaged: Expected | None = None
+    bounds: list[float] = []
+    steps = 0
+    for _ in track(range(rounds), "epochs of EM", rounds, progress):
+        order = torch.randperm(total, generator=source)
+        estimate = 0.0
+        for part in torch.split(order, batch_size):
+            batch = [data[int(i)] for i in part] if isinstance(data, (list, tuple)) else data[part]
+            expected = model.expectation(batch)
+            estimate += model.bound(expected)
+            scaled = expected.scaled(total / len(part))
+            rate = 1.0 if averaged is None else (2 + steps) ** -0.7
+            averaged = scaled if averaged is None else averaged.scaled(1 - rate).plus(scaled.scaled(rate))
+            model = model.maximisation(averaged)
+            steps += 1
+        bounds.append(_finite(estimate))
+    reason = f"{rounds} epochs of {math.ceil(total / batch_size)} steps"
+    return Fit(model, tuple(bounds), tuple(bounds), False, reason, rounds)
+
+
+def _finite(bound: float) -> float:
+    if not math.isfinite(bound):
+        raise DataError(
+            "The bound is not finite",
+            expected="data that the model can have produced, at any parameters",
+            got=f"a log likelihood of {bound}",
+            do="check the data and the start",
+        )
+    return bound

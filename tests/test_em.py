@@ -1,0 +1,138 @@
+"""The driver of expectation-maximisation, on the lecture's two Gaussians with some labels known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lapis
+from lapis.latent import Expected, LatentModel, em
+
+DOUBLE = torch.float64
+
+
+@dataclass(frozen=True)
+class TwoGaussians(LatentModel):
+    """y ~ N(mean_z, 1), z ~ Bernoulli(share); data are rows (y, z) with z NaN where it is not known."""
+
+    share: Tensor
+    means: Tensor
+
+    def posterior(self, data: Tensor) -> Tensor:
+        y, z = data.T
+        log_odds = (self.share / (1 - self.share)).log() - 0.5 * ((y - self.means[1]) ** 2 - (y - self.means[0]) ** 2)
+        return torch.where(z.isnan(), log_odds.sigmoid(), z)
+
+    def expectation(self, data: Tensor) -> Expected:
+        r = self.posterior(data)
+        both = torch.stack([1 - r, r])
+        sums = {"n": both.sum(1), "y": both @ data[:, 0], "yy": both @ data[:, 0] ** 2}
+        return Expected(sums, -torch.xlogy(both, both).sum(), len(data))
+
+    def maximisation(self, expected: Expected) -> TwoGaussians:
+        n = expected.statistics["n"]
+        return TwoGaussians(n[1] / n.sum(), expected.statistics["y"] / n)
+
+    def log_joint(self, expected: Expected) -> Tensor:
+        n, y, yy = (expected.statistics[name] for name in ("n", "y", "yy"))
+        priors = torch.stack([1 - self.share, self.share]).log()
+        squares = yy - 2 * self.means * y + self.means**2 * n
+        return (n * priors).sum() - 0.5 * squares.sum() - 0.5 * n.sum() * math.log(2 * math.pi)
+
+    def vector(self) -> Tensor:
+        return torch.cat([self.share.logit().reshape(1), self.means])
+
+    def with_vector(self, vector: Tensor) -> TwoGaussians:
+        return TwoGaussians(vector[0].sigmoid(), vector[1:])
+
+
+def start(low: float = 0.0, high: float = 1.0) -> TwoGaussians:
+    return TwoGaussians(torch.tensor(0.5, dtype=DOUBLE), torch.tensor([low, high], dtype=DOUBLE))
+
+
+def table(known: float, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    z = (torch.rand(60, generator=generator, dtype=DOUBLE) < 0.4).double()
+    y = 4.0 + 2.2 * z + torch.randn(60, generator=generator, dtype=DOUBLE)
+    hidden = torch.rand(60, generator=generator) >= known
+    return torch.stack([y, torch.where(hidden, torch.nan, z)], 1)
+
+
+def log_likelihood(model: TwoGaussians, data: Tensor) -> float:
+    y, z = data.T
+    each = torch.stack([1 - model.share, model.share]).log() - 0.5 * (y[:, None] - model.means) ** 2
+    each = each - 0.5 * math.log(2 * math.pi)
+    seen = torch.where(z.isnan(), each.logsumexp(1), each.gather(1, z.nan_to_num().long()[:, None])[:, 0])
+    return float(seen.sum())
+
+
+def test_all_labels_known_is_maximum_likelihood_in_one_step() -> None:
+    data = torch.tensor([[4.3, 0], [6.0, 1], [7.2, 1]], dtype=DOUBLE)
+    found = em(start(), data)
+    assert found.rounds <= 2
+    torch.testing.assert_close(found.model.means, torch.tensor([4.3, 6.6], dtype=DOUBLE))
+    assert float(found.model.share) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("known", [0.0, 0.3])
+@pytest.mark.parametrize("accelerate", [False, True])
+def test_the_bound_touches_the_log_likelihood_and_never_falls(known: float, accelerate: bool) -> None:
+    for seed in range(20):
+        data = table(known, seed)
+        found = em(start(3.0, 5.0), data, rounds=2000, tolerance=1e-9, accelerate=accelerate)
+        steps = torch.tensor(found.half_steps, dtype=DOUBLE)
+        assert bool((steps.diff() > -1e-9).all())
+        assert found.bounds[-1] == pytest.approx(log_likelihood(found.model, data), abs=1e-9)
+        assert found.converged
+
+
+def test_acceleration_ends_where_em_does_in_fewer_rounds() -> None:
+    data = table(0.0, 3)
+    slow = em(start(3.0, 5.0), data, rounds=5000, tolerance=1e-12)
+    fast = em(start(3.0, 5.0), data, rounds=5000, tolerance=1e-12, accelerate=True)
+    assert fast.bounds[-1] >= slow.bounds[-1] - 1e-6
+    assert 3 * fast.rounds < slow.rounds
+
+
+def test_minibatches_come_close_to_the_optimum() -> None:
+    data = table(0.2, 1).repeat(10, 1)
+    exact = em(start(3.0, 5.0), data, rounds=2000, tolerance=1e-10)
+    found = em(start(3.0, 5.0), data, rounds=20, batch_size=50)
+    assert log_likelihood(found.model, data) > exact.bounds[-1] - 0.002 * len(data)
+
+
+def test_restarts_keep_the_best_and_tell_all() -> None:
+    data = table(0.0)
+
+    def anywhere(generator: torch.Generator) -> TwoGaussians:
+        low = float(torch.rand((), generator=generator))
+        return start(10 * low, 10 * low + 1e-6)  # nearly equal means: a saddle point holds some of them up
+
+    found = em(anywhere, data, restarts=4, rounds=300)
+    assert len(found.restarts) == 4
+    assert found.bounds[-1] == max(found.restarts)
+
+
+@dataclass(frozen=True)
+class Broken(TwoGaussians):
+    def maximisation(self, expected: Expected) -> Any:
+        return replace(self, means=self.means - 1)
+
+
+def test_what_goes_wrong_is_said() -> None:
+    data = table(0.2)
+    with pytest.raises(lapis.DataError, match="bound fell"):
+        em(Broken(**vars(start())), data)
+    with pytest.warns(lapis.LapisWarning, match="still climbing"):
+        em(start(3.0, 5.0), data, rounds=1, tolerance=1e-12)
+    with pytest.raises(lapis.OptionError, match="same"):
+        em(start(), data, restarts=2)
+    with pytest.raises(lapis.DataError, match="finite"):
+        em(start(), data * float("inf"))
+    with pytest.raises(lapis.OptionError, match="model"):
+        em(3, data)  # type: ignore[type-var]
