@@ -832,6 +832,9 @@ def test_ill_posed_inputs_are_refused_with_what_to_do() -> None:
         ),
         (NotPositiveDefiniteError, lambda: solvers.Diagonal(-ones[0])),
         (DataError, lambda: solvers.Diagonal(ones)),
+        (DataError, lambda: solvers.Diagonal(ones[0, :0])),
+        (DataError, lambda: solvers.Diagonal(ones[0].to(torch.complex64))),
+        (DataError, lambda: solvers.LowRankPlusDiagonal(ones[0, :2] * 1j, ones, ones[0])),
         (DataError, lambda: solvers.LowRankPlusDiagonal(ones[0, :3], ones, ones[0])),
         (NotPositiveDefiniteError, lambda: solvers.LowRankPlusDiagonal(-ones[0, :2], ones, ones[0])),
         (

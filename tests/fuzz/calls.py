@@ -140,7 +140,7 @@ def methods(thing: Any, called: str, w: World) -> list[Target]:
         if isinstance(what, (property, cached_property)):
             read = Reader(thing, name)
             found.append(Target(f"{called}.{name}", read, place, thing))
-        elif callable(getattr(thing, name)) and not isinstance(what, type):
+        elif (callable(what) or isinstance(what, (staticmethod, classmethod))) and not isinstance(what, type):
             is_hook = name in HOOKS or isinstance(thing, lapis.solvers.Preconditioner)
             found.append(Target(f"{called}.{name}", getattr(thing, name), place, thing, is_hook))
     return found

@@ -81,6 +81,12 @@ def posterior(w: World, r: Random) -> Any:
     return next((p for p in map(w.posterior, names) if p is not None), None)
 
 
+def rows_for(w: World, owner: Any) -> Tensor:
+    """Two vectors that a preconditioner takes, or is made of."""
+    form = getattr(owner, "form", None)
+    return torch.ones(2, 5, dtype=w.dtype) if form is None else form.new_ones(2, len(form))
+
+
 def canonical_targets(w: World, owner: Any) -> Tensor:
     """Targets as `owner`, a likelihood of the world's kind, hands them to its methods, with its own ignored class."""
     y = w.canonical_targets
@@ -177,9 +183,9 @@ IN: dict[str, dict[str, Make]] = {
         "labels": lambda w, r, o: ("one", "two"),
     },
     "load": {"path": lambda w, r, o: w.file, "data": lambda w, r, o: None, "likelihood": lambda w, r, o: None},
-    "LowRankPlusDiagonal": {"vectors": lambda w, r, o: torch.ones(2, 5, dtype=w.dtype)},
-    "Diagonal": {"vectors": lambda w, r, o: torch.ones(2, 5, dtype=w.dtype)},
-    "CallablePreconditioner": {"vectors": lambda w, r, o: torch.ones(2, 5, dtype=w.dtype)},
+    "LowRankPlusDiagonal": {"vectors": lambda w, r, o: rows_for(w, o)},
+    "Diagonal": {"vectors": lambda w, r, o: rows_for(w, o)},
+    "CallablePreconditioner": {"vectors": lambda w, r, o: rows_for(w, o)},
     "likelihood": {"y": lambda w, r, o: canonical_targets(w, o)},
     "functional_variance": {"diagonal": lambda w, r, o: r.random() < 0.5},
     "targets": {"y": lambda w, r, o: w.targets},

@@ -102,12 +102,12 @@ class LowRankPlusDiagonal(Preconditioner):
     def __init__(self, values: Tensor, vectors: Tensor, diagonal: Tensor) -> None:
         check_arguments(LowRankPlusDiagonal, locals())
         self.form = self.diagonal = _positive_vector(diagonal)
-        fits = values.dim() == 1 and vectors.shape == (len(values), len(diagonal)) and vectors.dtype == diagonal.dtype
-        if not fits:
+        fits = values.dim() == 1 and values.is_floating_point() and not values.is_meta
+        if not fits or vectors.shape != (len(values), len(diagonal)) or vectors.dtype != diagonal.dtype:
             raise DataError(
                 "Eigenpairs do not fit the diagonal",
-                expected=f"values (r,) and vectors (r, {len(diagonal)}) {diagonal.dtype}, one per row",
-                got=f"values {tuple(values.shape)}, vectors {tuple(vectors.shape)} {vectors.dtype}",
+                expected=f"real values (r,) and vectors (r, {len(diagonal)}) {diagonal.dtype}, one per row",
+                got=f"values {tuple(values.shape)} {values.dtype}, vectors {tuple(vectors.shape)} {vectors.dtype}",
                 do="take both from the same operator, eigenvectors as rows",
             )
         if not bool((torch.isfinite(values) & (values >= 0)).all()):
@@ -203,11 +203,11 @@ def preconditioned(operator: Operator, preconditioner: Preconditioner) -> Operat
 
 
 def _positive_vector(diagonal: Tensor) -> Tensor:
-    if diagonal.dim() != 1 or diagonal.is_meta:
+    if diagonal.dim() != 1 or not len(diagonal) or not diagonal.is_floating_point() or diagonal.is_meta:
         raise DataError(
             "No diagonal of a matrix",
-            expected="shape (P,)" + (" with values" if diagonal.is_meta else ""),
-            got=f"{tuple(diagonal.shape)} on {diagonal.device}",
+            expected="real floating-point numbers (P,)",
+            got=f"{tuple(diagonal.shape)} of {diagonal.dtype} on {diagonal.device}",
             do="pass matrix.diagonal()",
         )
     if not bool((torch.isfinite(diagonal) & (diagonal > 0)).all()):
