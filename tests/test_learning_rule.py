@@ -93,7 +93,7 @@ def integral(q: Family, function: Callable[[Tensor], Tensor]) -> Tensor:
     elif isinstance(q, Categorical):
         points, volume = torch.eye(q.size).double(), 1.0
     else:
-        line = torch.linspace(-12, 12, 481).double()
+        line = torch.linspace(-12, 12, 481, dtype=torch.float64)
         points = torch.cartesian_prod(*[line] * q.size).reshape(-1, q.size)
         volume = float(line[1] - line[0]) ** q.size
     return (q.log_prob(points).exp() * function(points)).sum() * volume

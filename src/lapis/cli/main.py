@@ -45,6 +45,18 @@ def _figure_path(value: Path) -> Path:
     return value
 
 
+@app.command("learning-rule")
+def learning_rule() -> None:
+    """Derive optimisers and inference from the Bayesian learning rule: run each beside it, and print the differences.
+
+    The exit code is 1 if a difference is above 1e-6.
+    """
+    table = lapis.learning_rule.derivations()
+    typer.echo(f"{table}\n\nDifference: the largest between iterates of the rule and of the algorithm, in float64.")
+    if not table.hold:
+        raise typer.Exit(1)
+
+
 @app.command()
 def demo(
     seed: Annotated[

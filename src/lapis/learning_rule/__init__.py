@@ -6,6 +6,7 @@ networks are in `lapis.optim`.
 
 from __future__ import annotations
 
+from lapis.learning_rule.algorithms import Derivation, Derivations, derivations
 from lapis.learning_rule.dirichlet import Dirichlet
 from lapis.learning_rule.discrete import Bernoulli, Categorical
 from lapis.learning_rule.family import Family
@@ -18,6 +19,8 @@ from lapis.learning_rule.spike_and_slab import FixedSpikeAndSlab, SpikeAndSlab
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "Derivation",
+    "Derivations",
     "DiagonalGaussian",
     "Dirichlet",
     "Family",
@@ -28,6 +31,7 @@ __all__ = [
     "KroneckerGaussian",
     "Run",
     "SpikeAndSlab",
+    "derivations",
     "expected_gradient",
     "run",
     "step",
