@@ -164,6 +164,11 @@ def ivon(model: nn.Module, data: Any, likelihood: Any) -> Posterior:
     return lapis.optim.IVON(model.parameters(), data_size=EXAMPLES).posterior(model, likelihood, data)
 
 
+def binary(model: nn.Module, data: Any, likelihood: Any) -> Posterior:
+    """Signs of every weight, rather uncertain ones."""
+    return lapis.optim.BayesBiNN(model.parameters(), data_size=EXAMPLES, start=0.5).posterior(model, likelihood, data)
+
+
 POSTERIORS: dict[str, Fit] = {
     "dense": structure("dense"),
     "diagonal": structure("diagonal"),
@@ -183,6 +188,7 @@ POSTERIORS: dict[str, Fit] = {
     "dropout": lambda model, data, likelihood: lapis.dropout(model, likelihood, data),
     "variational": by_elbo,
     "ivon": ivon,
+    "binary": binary,
 }
 
 FINITE = ("drawn", "toy ensemble", "ensemble")

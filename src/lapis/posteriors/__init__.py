@@ -1,5 +1,6 @@
 """Posteriors over a network's functions: the interface `Posterior`, and the classes that implement it."""
 
+from lapis.posteriors.binary import BinaryPosterior
 from lapis.posteriors.dropout import DropoutPosterior
 from lapis.posteriors.ensemble import EnsemblePosterior
 from lapis.posteriors.factored import FactoredPosterior
@@ -15,6 +16,7 @@ from lapis.posteriors.variational import VariationalPosterior
 
 __all__ = [
     "SWAG",
+    "BinaryPosterior",
     "DrawnPosterior",
     "DropoutPosterior",
     "EnsemblePosterior",
