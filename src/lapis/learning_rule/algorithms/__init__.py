@@ -42,9 +42,8 @@ def derivations(*, progress: bool | None = None) -> Derivations:
     >>> table = derivations()
     >>> len(table), table.hold
     (16, True)
-    >>> print(table)
-    algorithm ... distribution q ... expectation ... steps difference limit
-    ...
+    >>> table[0].algorithm, table[0].family, table[0].expectation
+    ('gradient descent (torch SGD)', 'Gaussian, fixed covariance', 'local')
     """
     check_arguments(derivations, locals())
     known = algorithms()
