@@ -43,6 +43,8 @@ def _subnetwork(count: int) -> Method:
     return Method(fit)
 
 
+SEVERAL = ("ensemble", "mixture")
+"""Methods that train all members; the others train one network."""
 SUBNETWORKS = {f"subnetwork of {count:,}": _subnetwork(count) for count in (*SMALL_SIZES, *SIZES)}
 METHODS = CLASSIFIERS | SUBNETWORKS
 COLUMNS = (*CLASSIFIERS, *(f"subnetwork of {count:,}" for count in SIZES))
@@ -88,7 +90,9 @@ def load(name: str, seed: int, cache: Path) -> Problem:
         name, seed, *parts, "classification", setting.make, setting.training, cache,
         variational_steps=setting.variational_steps, subnetwork=100 if name == "digits" else 1000,
     )  # fmt: skip
-    task.network()
+    for number in range(task.members):
+        task.network(number)
+    task.network(dropout=task.dropout)
     family, once = lapis.likelihoods.resolve(task.likelihood), Training(1, batch=setting.training.batch)
     started = time.process_time()
     for _ in range(3):
@@ -114,19 +118,16 @@ def work(problem: Problem, column: str, answer: Connection) -> None:
     warnings.simplefilter("ignore", lapis.LapisWarning)
     try:
         task, method = problem.task, METHODS[column]
-        held, base, started = set(task.networks), forget_peak(), time.process_time()
+        base, started = forget_peak(), time.process_time()
         posterior = method.posterior(task)
         fitted, fit_peak = time.process_time() - started, resident("VmHWM") - base
-        trained = sum(seconds for key, (_, seconds) in task.networks.items() if key not in held)
         base, started = forget_peak(), time.process_time()
         _ = posterior.predict(problem.inputs, **method.options, progress=False).probs
         predicted, predict_peak = time.process_time() - started, resident("VmHWM") - base
-        new = task.network() if column != "dropout" else None
-        own = 0.0 if new is None else task.training_seconds()
         answer.send(
             {
-                "training": (trained + own) / problem.epoch,
-                "fit": max(0.0, fitted - trained) / problem.epoch,
+                "training": task.training.epochs * (task.members if column in SEVERAL else 1),
+                "fit": fitted / problem.epoch,
                 "fit_memory": fit_peak,
                 "predict": predicted / problem.epoch,
                 "predict_memory": predict_peak,
@@ -159,7 +160,7 @@ def report(chosen: argparse.Namespace) -> None:
         return
     lines = [
         [
-            column, f"{row['training']:.1f}", f"{row['fit']:.2f}", f"{row['predict']:.2f}",
+            column, row["training"], f"{row['fit']:.2f}", f"{row['predict']:.2f}",
             f"{row['fit_memory']:,.0f}", f"{row['predict_memory']:,.0f}",
         ]
         for column, row in good.items()

@@ -40,20 +40,13 @@ class Task:
     variational_steps: int | None = None
     subnetwork: int = 1000
     posteriors: dict[str, lapis.Posterior] = field(default_factory=dict)
-    networks: dict[tuple[int, float], tuple[nn.Module, float]] = field(default_factory=dict)
-
-    def network(self, number: int = 0, dropout: float = 0.0) -> nn.Module:
-        """A trained network, in evaluation mode."""
-        return self._trained(number, dropout)[0]
-
-    def training_seconds(self, number: int = 0, dropout: float = 0.0) -> float:
-        """Of the processor."""
-        return self._trained(number, dropout)[1]
+    networks: dict[tuple[int, float], nn.Module] = field(default_factory=dict)
 
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
-    def _trained(self, number: int, dropout: float) -> tuple[nn.Module, float]:
+    def network(self, number: int = 0, dropout: float = 0.0) -> nn.Module:
+        """A trained network, in evaluation mode."""
         if (number, dropout) not in self.networks:
             seed = 1000 * self.seed + number
             with torch.random.fork_rng(devices=[]):
@@ -61,12 +54,10 @@ class Task:
                 model = self.make(dropout)
                 described = kept.description(model, self.training, self.likelihood, self.train)
                 path = self.cache / f"{self.name}-{self.seed}-{number}{'-dropout' if dropout else ''}.safetensors"
-                seconds = kept.restore(model, path, described)
-                if seconds is None:
+                if kept.restore(model, path, described) is None:
                     started = time.process_time()
                     family = lapis.likelihoods.resolve(self.likelihood)
                     train(model, *self.train, family, self.training, seed)
-                    seconds = time.process_time() - started
-                    kept.keep(model, path, described, seconds)
-            self.networks[number, dropout] = model.eval(), seconds
+                    kept.keep(model, path, described, time.process_time() - started)
+            self.networks[number, dropout] = model.eval()
         return self.networks[number, dropout]
