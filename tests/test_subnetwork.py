@@ -74,6 +74,8 @@ def test_weights_that_the_data_do_not_reach_are_chosen_first_and_counted() -> No
     posterior = lapis.laplace(model, (silent, y), "regression", weights=lapis.Subnetwork(9))
     assert set(range(1, 21, 3)) < set(chosen(posterior))
     assert any("7 of them have the prior's variance" in choice for choice in posterior.choices)
+    with pytest.warns(lapis.LapisWarning, match="No example reaches any of the 5 chosen weights"):
+        lapis.laplace(model, (silent, y), "regression", weights=lapis.Subnetwork(5))
 
 
 def test_variances_may_come_from_another_posterior_of_some_of_the_weights() -> None:

@@ -7,6 +7,7 @@ one in the Wasserstein distance, all others being fixed at their trained values.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lapis.errors import ModelError, OptionError
+from lapis.errors import LapisWarning, ModelError, OptionError
 from lapis.network import Network
 from lapis.options import check_arguments, check_choice, check_count
 
@@ -143,6 +144,14 @@ class Subnetwork:
         note += f"of largest marginal variance under {source_name}"
         if idle > 1 and self.from_ is None:
             note += f"; {idle:,} of them have the prior's variance: the data say nothing about these"
+            if idle == count:
+                warnings.warn(
+                    f"No example reaches any of the {count:,} chosen weights (units that are never active, inputs that "
+                    "are always zero): the posterior changes no prediction at the data. Choose by the variances of "
+                    "SWAG (from_=), or more weights.",
+                    LapisWarning,
+                    stacklevel=3,
+                )
         return chosen, note
 
     def _checked(self, scores: Tensor, network: Network) -> Tensor:
