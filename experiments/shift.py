@@ -1,11 +1,11 @@
 """Every method under shift: turned digits, and garments with noise, blur, less contrast, and moved.
 
-The networks see upright, clean images only: 2,000 of MNIST or Fashion-MNIST, for 25 epochs. 250 test images are turned by 0
-to 180 degrees (steps of 15), or corrupted at five strengths. Convolutions of stride 2 with 8 and 16 channels and 32
-hidden units, 28,874 weights. Laplace methods are tuned by the evidence on the training data, without validation data;
-subnetworks have 1,000 weights, of largest variance under a diagonal Laplace posterior or under SWAG; five members; 30
-drawn networks; variational inference takes 800 steps from the trained weights. Rows are kept in docs/results/shift.json: a run that was killed goes on from there. Networks are kept
-in .cache/shift/.
+The networks see upright, clean images only: 2,000 of MNIST or Fashion-MNIST, for 25 epochs. 250 test images are turned
+by 0 to 180 degrees (steps of 15), or corrupted at five strengths. Convolutions of stride 2 with 8 and 16 channels and
+32 hidden units, 28,874 weights. Laplace methods are tuned by the evidence on the training data, without validation
+data; subnetworks have 1,000 weights, of largest variance under a diagonal Laplace posterior or under SWAG; five
+members; 30 drawn networks; variational inference takes 800 steps from the trained weights. Rows are kept in
+docs/results/shift.json: a run that was killed goes on from there. Networks are kept in .cache/shift/.
 """
 
 from __future__ import annotations
