@@ -47,6 +47,7 @@ from lapis.posteriors import (
     load,
 )
 from lapis.posteriors.dropout import dropout
+from lapis.posteriors.laplace.arithmetic.merging import merge
 from lapis.posteriors.laplace.fit import laplace
 from lapis.posteriors.laplace.subnetwork import Subnetwork
 from lapis.posteriors.mixture import mixture
@@ -129,6 +130,7 @@ __all__ = [
     "latent",
     "learning_rule",
     "load",
+    "merge",
     "metrics",
     "mixture",
     "normalised_groups",

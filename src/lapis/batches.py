@@ -308,10 +308,15 @@ def digest(inputs: Inputs, targets: Tensor) -> int:
     float32 cannot hold enter exactly. The hashes are summed modulo 2^64. Images and the same pixels as vectors, in
     single or double precision, therefore have the same fingerprint.
     """
+    return int(example_digests(inputs, targets).sum(dtype=np.uint64))
+
+
+def example_digests(inputs: Inputs, targets: Tensor) -> Hashes:
+    """The fingerprint of each example alone, (B,)."""
     total = np.zeros(targets.shape[0], np.uint64)
     for number, tensor in enumerate((*tensors_in(inputs), targets)):
         total = mix(total + np.uint64(number) + _hash_of_examples(tensor.detach().reshape(len(total), -1)))
-    return int(total.sum(dtype=np.uint64))
+    return total
 
 
 def _hash_of_examples(rows: Tensor) -> Hashes:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lapis.batches import Batch, joined, tensors_in
+from lapis.batches import Batch, example_digests, joined, tensors_in
 
 MOST_EXAMPLES, MOST_BYTES, MOST_OUTPUTS = 512, 8 * 2**20, 2**15
 """The size of a sample, in examples, in bytes, and in outputs: predictions may take a backward pass for each."""
@@ -66,6 +67,21 @@ class Sample:
         parts = [batch for _, batch in self._pieces]
         whole = joined(parts) if parts else None
         return parts if whole is None else [whole]
+
+    def without(self, gone: Counter[int]) -> Sample:
+        """A copy without the examples of these fingerprints, each as often as it is counted."""
+        same, left = self.clone(), Counter(gone)
+        same._pieces = []
+        for numbers, batch in self._pieces:
+            stays = []
+            for index, each in enumerate(example_digests(batch.inputs, batch.targets).tolist()):
+                if left[each]:
+                    left[each] -= 1
+                else:
+                    stays.append(index)
+            if stays:
+                same._pieces.append((numbers[stays], batch.chosen(torch.tensor(stays, device=batch.targets.device))))
+        return same
 
     def clone(self) -> Sample:
         """A copy that can be added to without changing this one."""

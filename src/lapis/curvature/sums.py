@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -112,6 +113,30 @@ class Curvature:
         same = copy(self)
         same.blocks = [block.fresh() for block in self.blocks]
         same.combine(weights)
+        return same
+
+    def cleared(self) -> Curvature:
+        """A copy without any sums, to add other data to: see `plus`."""
+        same = self.clone()
+        for block in chain(same.blocks, *(same.apart or ())):
+            block.empty()
+        same.statistics, same.n_data, same.digest = torch.zeros_like(self.statistics), 0, 0
+        same.sample = Sample()
+        return same
+
+    def plus(self, other: Curvature, weight: float) -> Curvature:
+        """Both sums together, with weight 1, or with -1 without the other's data; the sample is this one's."""
+
+        def added(mine: Sequence[Block], theirs: Sequence[Block]) -> list[Block]:
+            return [one.plus(two, weight) for one, two in zip(mine, theirs, strict=True)]
+
+        same = self.clone()
+        same.blocks = added(self.blocks, other.blocks)
+        if self.apart is not None and other.apart is not None:
+            same.apart = [added(one, two) for one, two in zip(self.apart, other.apart, strict=True)]
+        sign = int(weight)
+        same.statistics = self.statistics + sign * other.statistics
+        same.n_data, same.digest = self.n_data + sign * other.n_data, (self.digest + sign * other.digest) % 2**64
         return same
 
     def emptied(self) -> Curvature:

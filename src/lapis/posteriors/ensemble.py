@@ -16,7 +16,12 @@ from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.posteriors.over_weights import WeightPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, State
-from lapis.posteriors.predicting.members import are_alike, member_outputs, stack_members
+from lapis.posteriors.predicting.members import (
+    are_alike,
+    check_same_beside_weights,
+    member_outputs,
+    stack_members,
+)
 from lapis.posteriors.storage import copied_module
 from lapis.predictions import Latent
 from lapis.schema import under
@@ -123,36 +128,3 @@ class EnsemblePosterior(WeightPosterior):
         for member in members:
             member.signature = network.signature
         return cls.of(members, likelihood, facts)
-
-
-def check_same_beside_weights(networks: Sequence[Network]) -> None:
-    """ModelError unless the networks differ in their chosen weights only, so that a weight vector says which it is."""
-    first = networks[0]
-    expected = _beside_weights(first)
-    for number, network in enumerate(networks):
-        got = "another architecture"
-        if are_alike([first, network]):
-            found = _beside_weights(network)
-            other = [name for name in {**expected, **found} if not _equal(expected.get(name), found.get(name))]
-            if not other:
-                continue
-            got = f"other values in {other[0]!r}"
-        raise ModelError(
-            "Weights alone are no draw of these networks",
-            expected="networks that differ in their weights only",
-            got=f"number {number} with {got}",
-            do="use predict, which runs every network as it is",
-        )
-
-
-def _beside_weights(network: Network) -> dict[str, Tensor]:
-    """Buffers, frozen parameters and the rest of parameters that are chosen in part; integers only count batches."""
-    tensors = {name: tensor for name, tensor in network.tensors().items() if tensor.is_floating_point()}
-    whole = [name for name in network.names if name not in network.indices]
-    for name, index in network.indices.items():
-        tensors[name] = tensors[name].flatten().index_fill(0, index, torch.nan)  # marks what is chosen
-    return {name: tensor for name, tensor in tensors.items() if name not in whole}
-
-
-def _equal(one: Tensor | None, two: Tensor | None) -> bool:
-    return one is not None and two is not None and one.shape == two.shape and one.allclose(two, 0, 0, equal_nan=True)

@@ -16,11 +16,10 @@ from lapis.errors import FileError, LapisWarning, ModelError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.options import check_arguments, check_choice
-from lapis.posteriors.ensemble import check_same_beside_weights
 from lapis.posteriors.evidences import log_evidences
 from lapis.posteriors.over_weights import WeightPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, Posterior, State
-from lapis.posteriors.predicting.members import are_of_one_architecture
+from lapis.posteriors.predicting.members import are_of_one_architecture, check_same_beside_weights
 from lapis.posteriors.stacking import held_out_log_probs, stacked_weights
 from lapis.posteriors.storage import copied_module, pack, unpack
 from lapis.predictions import Latent, LatentMixture, Prediction

@@ -39,6 +39,9 @@ class Block(ABC):
     summed: ClassVar[str] = ""
     """The tensor that is a sum over seeds, if sums over single outputs give those over all (see `combine`); else ""."""
 
+    is_hessian: bool = False
+    """Whether second derivatives were added, which need not be positive."""
+
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites = tuple(sites)
         self.size = sum(site.size for site in sites)
@@ -154,6 +157,42 @@ class Block(ABC):
     def empty(self) -> None:
         """Set all sums over data to zero."""
         self.load({name: torch.zeros_like(tensor) for name, tensor in self.state().items()})
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """Tensors of the state that are sums over data; none where old and new data do not add up."""
+        return tuple(self.layout())
+
+    @property
+    def has_own_basis(self) -> bool:
+        """Whether the sums refer to a basis that is found from the data."""
+        return False
+
+    def check_additive(self, others: bool = False) -> None:
+        """Raise StructureError unless data can be taken out, or, with `others`, sums of other fits added."""
+        if not self.added or (others and self.has_own_basis):
+            raise StructureError(
+                f"The curvature of a {self.kind} posterior is no sum over data"
+                + (" of several fits" if others else ""),
+                expected='structure "dense", "diagonal" or "kronecker"' + ("" if others else ', "ekfac" or "implicit"'),
+                got=repr(self.kind),
+                do="fit with such a structure, or to the data that are wanted",
+            )
+
+    def plus(self, other: Block, weight: float) -> Block:
+        """A new block with the sums of this one, plus `weight` times those of another one for the same weights."""
+        theirs, result = other.state(), self.fresh()
+        mine = {name: tensor.clone() for name, tensor in self.state().items()}
+        for name in self.added:
+            mine[name].add_(theirs[name], alpha=weight)
+        result.load(mine)
+        result.inherit([self, other])
+        return result
+
+    def clamp(self) -> None:
+        """Set sums of squares that became negative by rounding to zero."""
+        state = self.state()
+        self.load({name: t.clamp(min=0) if name in self.nonnegative else t for name, t in state.items()})
 
     @property
     def nbytes(self) -> int:

@@ -101,6 +101,14 @@ class EKFACBlock(Block):
     def check(self, prior: WeightPrior) -> None:
         check_shared_precisions(prior)
 
+    @property
+    def added(self) -> tuple[str, ...]:
+        return ("moments",)
+
+    @property
+    def has_own_basis(self) -> bool:
+        return True
+
     def state(self) -> dict[str, Tensor]:
         bases = {"outputs": self.outputs} if self.inputs is None else {"outputs": self.outputs, "inputs": self.inputs}
         return {**bases, "moments": self.moments}

@@ -76,6 +76,10 @@ class LowRankBlock(Block):
             do='fit again to all the data, or use structure="kronecker", "diagonal", "dense" or "implicit"',
         )
 
+    @property
+    def added(self) -> tuple[str, ...]:
+        return ()
+
     def grams(self, prior: WeightPrior) -> Tensor | None:
         """U_g U_g^T of each prior group, (G, r, r), found once for a grouping; None when every weight is a group."""
         if prior.group_of is None or prior.scales is not None:

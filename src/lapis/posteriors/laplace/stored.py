@@ -28,6 +28,7 @@ from lapis.likelihoods import Gaussian, Likelihood
 from lapis.network import Network, full_precision
 from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
+from lapis.posteriors.laplace.arithmetic import removal
 from lapis.posteriors.laplace.curvature_state import curvature_from_state, curvature_state
 from lapis.posteriors.laplace.family import LaplaceFamily
 from lapis.posteriors.laplace.tuning import by_evidence as tuning
@@ -278,6 +279,29 @@ class LaplacePosterior(LaplaceFamily):
                 progress=progress,
             )
         return self._with_sums(sums)
+
+    def without(self, data: Any, *, batch_size: int | None = None, progress: bool | None = None) -> LaplacePosterior:
+        """The posterior after its data without these: their curvature is subtracted, the mean moved by a Newton step.
+
+        The mean is taken to be the mode of all data, and moves to mean + A^-1 sum J^T g, with the remaining precision A
+        and the gradients g of -log p(y | f) of the examples removed: exact for linear models with Gaussian noise, one
+        step towards a network trained without them for others. The network's weights t stay, the linearisation and the
+        evidence with them. `at_tangent_mode(rest)` checks that `rest` is the rest, and solves for its mode.
+
+        Dense and diagonal sums are subtracted exactly. Of Kronecker posteriors the sums behind both factors are, which
+        gives the factors of a fit to the rest; EKFAC keeps its bases. Refused for examples that are known not to be of
+        the fit (their number, and all of them where a fit is small), and where the rest is not positive definite.
+
+        Args:
+            data: examples of the fit with their targets, in any form that `lapis.laplace` takes.
+            batch_size: for data that are not batched yet.
+            progress: show a bar; by default on a terminal only.
+        """
+        check_arguments(LaplacePosterior.without, locals())
+        self._refuse_if_refined("lose data: its curvature is no longer a sum", "remove them before refining")
+        with self.network.held():
+            self.check_network()
+            return removal.without(self, data, batch_size, progress)
 
     # refinement ------------------------------------------------------------------------------------
 

@@ -110,3 +110,40 @@ def _together(
     if not first.proofs.holds(TOGETHER, describe(inputs), agrees):
         return None
     return LatentSamples(values, raw_shape=tuple(raw.shape[1:]))
+
+
+def check_same_beside_weights(
+    networks: Sequence[Network],
+    problem: str = "Weights alone are no draw of these networks",
+    do: str = "use predict, which runs every network as it is",
+) -> None:
+    """ModelError unless the networks differ in their chosen weights only, so that a weight vector says which it is."""
+    first = networks[0]
+    expected = _beside_weights(first)
+    for number, network in enumerate(networks):
+        got = "another architecture"
+        if are_alike([first, network]):
+            found = _beside_weights(network)
+            other = [name for name in {**expected, **found} if not _equal(expected.get(name), found.get(name))]
+            if not other:
+                continue
+            got = f"other values in {other[0]!r}"
+        raise ModelError(
+            problem,
+            expected="networks that differ in their weights only",
+            got=f"number {number} with {got}",
+            do=do,
+        )
+
+
+def _beside_weights(network: Network) -> dict[str, Tensor]:
+    """Buffers, frozen parameters and the rest of parameters that are chosen in part; integers only count batches."""
+    tensors = {name: tensor for name, tensor in network.tensors().items() if tensor.is_floating_point()}
+    whole = [name for name in network.names if name not in network.indices]
+    for name, index in network.indices.items():
+        tensors[name] = tensors[name].flatten().index_fill(0, index, torch.nan)  # marks what is chosen
+    return {name: tensor for name, tensor in tensors.items() if name not in whole}
+
+
+def _equal(one: Tensor | None, two: Tensor | None) -> bool:
+    return one is not None and two is not None and one.shape == two.shape and one.allclose(two, 0, 0, equal_nan=True)

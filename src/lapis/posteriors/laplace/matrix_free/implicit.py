@@ -20,6 +20,7 @@ from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
+from lapis.posteriors.laplace.arithmetic import removal
 from lapis.posteriors.laplace.matrix_free import drawing
 from lapis.posteriors.laplace.matrix_free.drawn import DrawnPosterior
 from lapis.posteriors.laplace.matrix_free.solved import SolvedPosterior
@@ -254,6 +255,13 @@ class ImplicitPosterior(SolvedPosterior):
             self.network, self.fitted_likelihood, held, facts.signature, facts.memory_budget, self.solver.mode
         )
         return self._with_sums(sums)
+
+    def without(self, data: Any, *, batch_size: int | None = None) -> ImplicitPosterior:
+        """See `LaplacePosterior.without`; all data are held, so that others than these are refused."""
+        check_arguments(ImplicitPosterior.without, locals())
+        self._refuse_if_refined("lose data: its curvature is no longer a sum", "remove them before refining")
+        self.check_network()
+        return removal.without_held(self, data, batch_size)
 
     # refinement ------------------------------------------------------------------------------------
 
