@@ -167,7 +167,7 @@ def table(found: dict[str, dict[str, Tensor]], draws: int) -> tuple[str, bool]:
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sbc", description=__doc__)
-    parser.add_argument("--simulations", type=int, default=1000)
+    parser.add_argument("--simulations", type=int, default=300)
     parser.add_argument("--draws", type=int, default=19)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(given)

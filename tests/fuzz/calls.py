@@ -20,10 +20,12 @@ import lapis.plots
 import lapis.solvers
 from fuzz.values import refused, right, wrong
 from fuzz.worlds import FITS, World
+from lapis.learning_rule import Family
 from lapis.posteriors import Posterior
 
 MODULES: dict[str, Any] = {
     "lapis": lapis, "metrics": lapis.metrics, "solvers": lapis.solvers, "plots": lapis.plots,
+    "decisions": lapis.decisions, "active": lapis.active, "learning_rule": lapis.learning_rule, "optim": lapis.optim,
 }  # fmt: skip
 
 
@@ -33,7 +35,7 @@ def words(text: str) -> frozenset[str]:
 
 RESULTS = words("""
     Comparison Reliability CGProgress CGResult CGState Eigenpairs Estimate LanczosResult QuadratureEstimate SGDResult
-    SGDState SpectralQuadrature sgd style Bootstrap RiskCoverage
+    SGDState SpectralQuadrature sgd style Bootstrap RiskCoverage Run Round History
 """)
 """Classes that functions return and nobody makes, and functions of such objects."""
 
@@ -52,6 +54,14 @@ UNMAKEABLE = words("""
     vectors mean_and_point tensor entry number count word of_diagonal
 """)
 """Such methods whose arguments only the library can make."""
+
+OF_FAMILIES = words("""
+    loss_gradient objective_gradient moved expected_value expected_gradient expected_derivatives nodes scores deviations
+""")
+"""The same of the learning rule's families."""
+
+OF_OPTIMISERS = words("posterior")
+"""What optimisers have beside torch's own methods."""
 
 INTERNAL = ("lapis.curvature", "lapis.network", "lapis.evidence")
 """Rooms whose objects are no part of the interface, though some methods return them."""
@@ -135,8 +145,13 @@ def methods(thing: Any, called: str, w: World) -> list[Target]:
     for name in dir(type(thing)):
         if name.startswith("_") or name in UNMAKEABLE or (name in HOOKS and foreign):
             continue
+        if isinstance(thing, Family) and name in OF_FAMILIES:
+            continue
+        if isinstance(thing, torch.optim.Optimizer) and name not in OF_OPTIMISERS:
+            continue
         what = inspect.getattr_static(type(thing), name)
-        place = (name, type(thing).__name__, "likelihood" if isinstance(thing, lapis.Likelihood) else "object")
+        kinds = {"likelihood": lapis.Likelihood, "family": Family}
+        place = (name, type(thing).__name__, *(word for word, kind in kinds.items() if isinstance(thing, kind)))
         if isinstance(what, (property, cached_property)):
             read = Reader(thing, name)
             found.append(Target(f"{called}.{name}", read, place, thing))
@@ -195,7 +210,7 @@ def brief(value: Any) -> str:
 
 def first_target(w: World, r: Random) -> Target | None:
     """Where a sequence begins: a method of a fitted posterior, or a public function."""
-    room = r.choices(["posterior", *MODULES], [10, 5, 1, 2, 0.5])[0]
+    room = r.choices(["posterior", *MODULES], [10, 5, 1, 2, 0.5, 0.5, 0.5, 1, 0.5])[0]
     if room != "posterior":
         return r.choice(roots()[room])
     name = r.choice(list(FITS))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lapis
+from fuzz import rooms
 from fuzz.worlds import FITS, World
 from lapis.solvers import Diagonal, Operator
 
@@ -123,6 +124,7 @@ BY_NAME: dict[str, Make] = {
     "path": lambda w, r, o: w.folder / "other",
     "checkpoint": lambda w, r, o: None,
     "posteriors": lambda w, r, o: [p for p in (w.posterior("dense"), w.posterior("diagonal")) if p is not None],
+    "posterior": lambda w, r, o: posterior(w, r),
     "network": lambda w, r, o: lapis.network.Network(w.model),
     "prior": lambda w, r, o: r.choice([0.5, 3, lapis.Prior(2.0), lapis.Prior(1.0, groups="layer")]),
     "precision": lambda w, r, o: r.choice([0.5, 3, 1e-3]),
@@ -222,6 +224,7 @@ IN: dict[str, dict[str, Make]] = {
     "tune": {"noise": lambda w, r, o: r.choice([True, False])},
     "calibrate": {"temperature": lambda w, r, o: False},
     "state": {"network": lambda w, r, o: o.network},
+    **rooms.IN,
 }
 """Right values where a name means something else: by the function's name, or its module's."""
 

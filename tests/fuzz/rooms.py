@@ -1,0 +1,101 @@
+"""Right values in rooms with a vocabulary of their own: the Bayesian learning rule, optimisers, active learning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lapis
+from fuzz.worlds import World
+from lapis import learning_rule
+
+Make = Callable[[World, Random, Any], Any]
+
+SIZE = 4
+"""Weights of the families."""
+
+
+def normal(r: Random, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(r.randrange(5)))
+
+
+def share(r: Random) -> Tensor:
+    return normal(r, SIZE).sigmoid()
+
+
+def definite(r: Random, size: int) -> Tensor:
+    root = normal(r, size, size)
+    return root @ root.mT + torch.eye(size, dtype=torch.float64)
+
+
+def components(r: Random) -> tuple[Any, ...]:
+    return tuple(learning_rule.DiagonalGaussian(normal(r, SIZE), share(r) + 0.5) for _ in range(2))
+
+
+FAMILIES: tuple[Callable[[Random], Any], ...] = (
+    lambda r: learning_rule.Bernoulli(normal(r, SIZE)),
+    lambda r: learning_rule.Categorical(normal(r, SIZE)),
+    lambda r: learning_rule.Dirichlet(share(r) + 0.5),
+    lambda r: learning_rule.DiagonalGaussian(normal(r, SIZE), share(r) + 0.5),
+    lambda r: learning_rule.FullGaussian(normal(r, SIZE), definite(r, SIZE)),
+    lambda r: learning_rule.FixedGaussian(normal(r, SIZE)),
+    lambda r: learning_rule.KroneckerGaussian(normal(r, SIZE), definite(r, 2), definite(r, 2)),
+    lambda r: learning_rule.SpikeAndSlab(normal(r, SIZE), share(r) + 0.5, share(r)),
+    lambda r: learning_rule.FixedSpikeAndSlab(normal(r, SIZE), share(r), 2.0),
+    lambda r: learning_rule.GaussianMixture(components(r)),
+)
+
+
+def quadratic(theta: Tensor) -> Tensor:
+    """A loss of single weights."""
+    return (theta - 0.3).square().sum()
+
+
+IN: dict[str, dict[str, Make]] = {
+    "learning_rule": {
+        "mean": lambda w, r, o: normal(r, SIZE),
+        "logits": lambda w, r, o: normal(r, SIZE),
+        "slab": lambda w, r, o: normal(r, SIZE),
+        "keep": lambda w, r, o: share(r),
+        "precision": lambda w, r, o: share(r) + 0.5,
+        "concentration": lambda w, r, o: share(r) + 0.5,
+        "covariance": lambda w, r, o: r.choice([None, definite(r, SIZE)]),
+        "rows": lambda w, r, o: definite(r, 2),
+        "columns": lambda w, r, o: definite(r, 2),
+        "groups": lambda w, r, o: None,
+        "components": lambda w, r, o: components(r),
+        "weights": lambda w, r, o: None,
+        "q": lambda w, r, o: r.choice(FAMILIES)(r),
+        "loss": lambda w, r, o: quadratic,
+        "rate": lambda w, r, o: r.choice([0.1, 0.5]),
+        "curvature": lambda w, r, o: None,
+        "max_iterations": lambda w, r, o: r.choice([1, 3]),
+        "batched": lambda w, r, o: False,
+    },
+    "FullGaussian": {"precision": lambda w, r, o: definite(r, SIZE)},
+    "FixedSpikeAndSlab": {"precision": lambda w, r, o: 2.0},
+    "family": {
+        "theta": lambda w, r, o: o.sample(2),
+        "natural": lambda w, r, o: o.natural,
+        "expectation": lambda w, r, o: o.expectation,
+    },
+    "optim": {
+        "params": lambda w, r, o: list(w.copy_of_model().parameters()),
+        "model": lambda w, r, o: w.copy_of_model(),
+        "data_size": lambda w, r, o: len(w.targets),
+        "betas": lambda w, r, o: (0.9, 0.99),
+    },
+    "active": {"pool": lambda w, r, o: w.inputs, "n": lambda w, r, o: r.choice([1, 2])},
+    "learn": {
+        "fit": lambda w, r, o: lambda data: lapis.laplace(w.model, data, w.likelihood, structure="diagonal"),
+        "pool": lambda w, r, o: w.data,
+        "budget": lambda w, r, o: 3,
+        "start": lambda w, r, o: 2,
+        "each": lambda w, r, o: 1,
+    },
+}
+"""Joined to `values.IN`."""
