@@ -26,8 +26,10 @@ class DiagonalOptimizer(SamplingOptimizer):
     """
 
     @abstractmethod
-    def _move_hessians(self, group: Mapping[str, Any], hessians: list[Tensor], seen: list[Tensor]) -> None:
-        """Change the Hessians in place by the statistics."""
+    def _move_hessians(
+        self, group: Mapping[str, Any], hessians: list[Tensor], seen: list[Tensor]
+    ) -> tuple[Tensor, ...] | list[Tensor]:
+        """Change the Hessians in place by the statistics, which may be overwritten; returns the new h + d + c."""
 
     def _rate(self, group: Mapping[str, Any]) -> float:
         """The learning rate of a group."""
@@ -51,19 +53,15 @@ class DiagonalOptimizer(SamplingOptimizer):
         return state
 
     def _perturb(self, params: list[Tensor]) -> None:
-        hessians: list[Tensor] = []
-        precisions: list[Tensor] = []
-        for group in self.param_groups:
+        groups = [([p for p in group["params"] if p.requires_grad], group) for group in self.param_groups]
+        hessians = [self._moments(p, group)["hessian"] for own, group in groups for p in own]
+        noise = iter(self._noise.normal(hessians))
+        place = iter(hessians)
+        for own, group in groups:
             size, decay = scales(group)
-            own = [self._moments(p, group)["hessian"] for p in group["params"] if p.requires_grad]
-            found = torch._foreach_add(own, decay + group["damping"])
-            torch._foreach_mul_(found, size)
-            hessians += own
-            precisions += found
-        torch._foreach_sqrt_(precisions)
-        noise = self._noise.normal(hessians)
-        torch._foreach_div_(noise, precisions)
-        torch._foreach_add_(params, noise)
+            roots = torch._foreach_add([next(place) for _ in own], decay + group["damping"])
+            torch._foreach_sqrt_(roots)
+            torch._foreach_addcdiv_(own, [next(noise) for _ in own], roots, size**-0.5)
 
     def _update(self) -> None:
         for group in self.param_groups:
@@ -80,14 +78,17 @@ class DiagonalOptimizer(SamplingOptimizer):
             state["step"] += 1
         gradients = [p.grad.to(v.dtype) for p, v in zip(params, momenta, strict=True) if p.grad is not None]
         torch._foreach_lerp_(momenta, gradients, 1 - beta)
-        self._move_hessians(group, hessians, [self._seen[p] for p in params])
-        steps = torch._foreach_div(momenta, [1 - beta ** state["step"] for state in states])
+        precisions = self._move_hessians(group, hessians, [self._seen[p] for p in params])
+        steps = torch._foreach_mul(momenta, [1 / (1 - beta ** state["step"]) for state in states])
         torch._foreach_add_(steps, params, alpha=decay)
-        torch._foreach_div_(steps, torch._foreach_add(hessians, decay + group["damping"]))
-        if group["clip_radius"] != math.inf:
-            torch._foreach_clamp_min_(steps, -group["clip_radius"])
-            torch._foreach_clamp_max_(steps, group["clip_radius"])
-        torch._foreach_add_(params, steps, alpha=-self._rate(group))
+        rate = self._rate(group)
+        if group["clip_radius"] == math.inf:
+            torch._foreach_addcdiv_(params, steps, precisions, -rate)
+            return
+        torch._foreach_div_(steps, precisions)
+        torch._foreach_clamp_min_(steps, -group["clip_radius"])
+        torch._foreach_clamp_max_(steps, group["clip_radius"])
+        torch._foreach_add_(params, steps, alpha=-rate)
 
     def posterior(
         self, model: nn.Module, likelihood: str | Likelihood, data: Any = None, *, memory_budget: int = MEMORY_BUDGET

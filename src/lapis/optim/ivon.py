@@ -95,15 +95,18 @@ class IVON(DiagonalOptimizer):
         assert self._means is not None
         return {p: (p.detach().to(state_dtype(p)) - self._means[p]).mul_(g) for p, g in gradients.items()}, 0.0
 
-    def _move_hessians(self, group: Mapping[str, Any], hessians: list[Tensor], seen: list[Tensor]) -> None:
+    def _move_hessians(
+        self, group: Mapping[str, Any], hessians: list[Tensor], seen: list[Tensor]
+    ) -> tuple[Tensor, ...] | list[Tensor]:
         """With r = (1 - b2) (k - h) / (h + d) the new h is h + (h + d) (r + r^2 / 2)."""
-        size, decay = scales(group)
+        (size, decay), rate = scales(group), 1 - group["betas"][1]
         precisions = torch._foreach_add(hessians, decay)
-        relative = torch._foreach_mul(seen, size)
-        torch._foreach_addcdiv_(relative, hessians, precisions, -1.0)
-        torch._foreach_mul_(relative, 1 - group["betas"][1])
-        torch._foreach_addcmul_(relative, relative, relative, 0.5)
-        torch._foreach_addcmul_(hessians, precisions, relative)
+        torch._foreach_mul_(seen, rate * size)
+        torch._foreach_addcdiv_(seen, hessians, precisions, -rate)
+        torch._foreach_addcmul_(seen, seen, seen, 0.5)
+        torch._foreach_addcmul_(hessians, precisions, seen)
+        torch._foreach_addcmul_(precisions, precisions, seen)
+        return precisions
 
     def _rate(self, group: Mapping[str, Any]) -> float:
         factor = group["hess_init"] + scales(group)[1] if group["rescale_lr"] else 1.0

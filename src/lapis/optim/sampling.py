@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lapis.errors import DataError, OptionError
+from lapis.network.untouched import keep_freed_memory
 from lapis.optim.draws import Draws
 from lapis.optim.ranks import Ranks
 from lapis.options import check_between, check_count, check_positive, shown
@@ -50,6 +51,7 @@ class SamplingOptimizer(Optimizer):
         generator: torch.Generator | None = None,
         synchronise: bool = False,
     ) -> None:
+        keep_freed_memory()
         self.draws = draws
         self._ranks = Ranks.joined() if synchronise else None
         self._noise = Draws.of(generator)

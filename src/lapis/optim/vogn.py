@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lapis.errors import OptionError
 from lapis.network import Network
-from lapis.optim.diagonal import DiagonalOptimizer
+from lapis.optim.diagonal import DiagonalOptimizer, scales
 from lapis.optim.sampling import Statistics
 from lapis.optim.squares import Squares
 from lapis.options import check_arguments, shown
@@ -123,9 +123,13 @@ class VOGN(DiagonalOptimizer):
         parameters = self._squares.network.parameters
         return {p: squares[name] for name, p in parameters.items() if p in gradients}, float(examples)
 
-    def _move_hessians(self, group: Mapping[str, Any], hessians: list[Tensor], seen: list[Tensor]) -> None:
+    def _move_hessians(
+        self, group: Mapping[str, Any], hessians: list[Tensor], seen: list[Tensor]
+    ) -> tuple[Tensor, ...] | list[Tensor]:
         """Gradients of a mean over B examples are 1/B of their own: the mean of squares is B times the sum."""
-        torch._foreach_lerp_(hessians, torch._foreach_mul(seen, self._examples), 1 - group["betas"][1])
+        torch._foreach_mul_(seen, self._examples)
+        torch._foreach_lerp_(hessians, seen, 1 - group["betas"][1])
+        return torch._foreach_add(hessians, scales(group)[1] + group["damping"])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "model": self.model, "_squares": None}

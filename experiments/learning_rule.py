@@ -1,0 +1,335 @@
+"""Optimisers with a posterior against SGD and Adam, and binary networks against the straight-through estimator.
+
+Every optimiser gets the same small grid, three learning rates times two prior precisions (SGD and Adam: as weight
+decay), the same epochs, batches of 64 and a cosine schedule; the lowest validation NLL chooses. SGD and Adam predict by
+the trained network, VOGN, IVON and BayesBiNN by the average of 30 drawn ones. 4,000 training images of MNIST and
+Fashion-MNIST, and of a subset of CIFAR-10; out of distribution: Fashion-MNIST, MNIST, CIFAR-100. Binary networks have
+two hidden layers of 512 units. Rows are kept in docs/results/learning_rule.json: a run that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from methods import command
+from methods.images import Images, small_digits, stored
+from methods.rows import NotThere, Row, read
+from methods.tables import by_column, mean, scored
+from torch import Tensor, nn
+from trust.networks import lenet, perceptron, resnet
+from trust.scores import entropy
+
+import lapis
+from lapis import metrics
+
+BATCH = 64
+DRAWS = 30
+PRECISIONS = (1.0, 20.0)
+RATES = {
+    "SGD": (0.01, 0.03, 0.1),
+    "Adam": (3e-4, 1e-3, 3e-3),
+    "VOGN": (1e-3, 3e-3, 1e-2),
+    "IVON": (0.03, 0.1, 0.3),
+    "BayesBiNN": (3e-5, 1e-4, 1e-3),
+    "straight-through": (3e-4, 1e-3, 3e-3),
+}
+BINARY = ("BayesBiNN", "straight-through")
+SCORES: dict[str, Callable[[Row], float]] = {
+    "accuracy": lambda row: row["accuracy"],
+    "NLL": lambda row: row["nll"],
+    "ECE": lambda row: row["ece"],
+    "OOD-AUROC": lambda row: row["ood_auroc"],
+    "seconds an epoch": lambda row: row["epoch_seconds"],
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    images: Callable[[int], Images]
+    network: Callable[[], nn.Module]
+    epochs: int
+    binary: bool = False
+    """Whether it is also learnt with binary weights, by a network of its own."""
+
+
+def lenet_in_colour() -> nn.Sequential:
+    """62,006 weights."""
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+    )  # fmt: skip
+
+
+def binary_network(inputs: int, width: int, outputs: int) -> nn.Sequential:
+    """Two hidden layers without biases, batch norm without weights: all that is learnt can be binary."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for size in (width, width):
+        layers += [nn.Linear(inputs, size, bias=False), nn.BatchNorm1d(size, affine=False), nn.ReLU()]
+        inputs = size
+    return nn.Sequential(*layers, nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs, affine=False))
+
+
+def images(name: str, other: str) -> Callable[[int], Images]:
+    return lambda seed: stored(name, other, seed, 4000, 2000)
+
+
+def perceptron_of_mnist() -> nn.Module:
+    return perceptron(784, (256, 256), 10)
+
+
+SETTINGS = {
+    "MNIST, MLP": Setting(images("mnist", "fashion_mnist"), perceptron_of_mnist, 20, binary=True),
+    "Fashion-MNIST, MLP": Setting(images("fashion_mnist", "mnist"), perceptron_of_mnist, 20),
+    "MNIST, LeNet": Setting(images("mnist", "fashion_mnist"), lenet, 20),
+    "Fashion-MNIST, LeNet": Setting(images("fashion_mnist", "mnist"), lenet, 20),
+    "CIFAR-10, LeNet": Setting(images("cifar10_small", "cifar100_ood"), lenet_in_colour, 20),
+    "CIFAR-10, ResNet-20": Setting(images("cifar10_small", "cifar100_ood"), partial(resnet, 3, (16, 32, 64), 3, 1), 10),
+}
+QUICK = {"digits, MLP": Setting(small_digits, lambda: perceptron(64, (32,), 8), 20, binary=True)}
+
+
+# -- training -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Probabilities of inputs, the validation NLL after each epoch at the mean weights, and seconds of an epoch."""
+
+    probs: Callable[[Tensor], Tensor]
+    curve: list[float]
+    seconds: float
+
+
+class StraightThrough:
+    """Adam on latent weights whose signs the network uses; the gradient at the signs moves the latent weights."""
+
+    def __init__(self, params: Iterator[nn.Parameter], lr: float) -> None:
+        self.params = list(params)
+        self.adam = torch.optim.Adam(self.params, lr=lr)
+
+    @contextmanager
+    def binary(self) -> Iterator[None]:
+        latent = [p.detach().clone() for p in self.params]
+        with torch.no_grad():
+            for p in self.params:
+                p.copy_(torch.where(p >= 0, 1.0, -1.0))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in zip(self.params, latent, strict=True):
+                    p.copy_(value)
+
+    def step(self, closure: Callable[[], Tensor]) -> None:
+        with self.binary():
+            closure()
+        self.adam.step()
+        with torch.no_grad():
+            for p in self.params:
+                p.clamp_(-1, 1)
+
+
+def optimiser_of(column: str, model: nn.Module, rate: float, precision: float, size: int, seed: int) -> Any:
+    source = torch.Generator().manual_seed(seed)
+    decay = precision / size
+    if column == "SGD":
+        return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=decay)
+    if column == "Adam":
+        return torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay)
+    if column == "straight-through":
+        return StraightThrough(model.parameters(), rate)
+    if column == "BayesBiNN":
+        return lapis.optim.BayesBiNN(model.parameters(), lr=rate, data_size=size, generator=source)
+    common: dict[str, Any] = {"lr": rate, "data_size": size, "prior_precision": precision, "generator": source}
+    if column == "VOGN":
+        return lapis.optim.VOGN(model, betas=(0.9, 0.99), temperature=0.01, **common)
+    return lapis.optim.IVON(model.parameters(), betas=(0.9, 0.999), hess_init=0.5, **common)
+
+
+def trained(
+    make: Callable[[], nn.Module], data: Images, column: str, rate: float, precision: float, epochs: int, seed: int
+) -> Trained:
+    torch.manual_seed(seed)
+    model = make()
+    (x, y), (x_held, y_held) = data.standardised(data.train), data.standardised(data.validation)
+    optimiser = optimiser_of(column, model, rate, precision, len(x), seed)
+    steps = epochs * -(-len(x) // BATCH)
+    inner = optimiser.adam if isinstance(optimiser, StraightThrough) else optimiser
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, steps)
+    source = torch.Generator().manual_seed(seed)
+    curve, done, started = [], 0, time.process_time()
+    for _ in range(epochs):
+        model.train()
+        for part in torch.randperm(len(x), generator=source).split(BATCH):
+            if len(part) < 2:  # batch norm
+                continue
+
+            def closure(part: Tensor = part) -> Tensor:
+                inner.zero_grad()
+                loss = F.cross_entropy(model(x[part]), y[part])
+                loss.backward()
+                return loss
+
+            if column == "VOGN":  # published: from .01 to 1
+                optimiser.param_groups[0]["temperature"] = min(1.0, 0.01 + 3 * done / steps)
+            optimiser.step(closure)
+            schedule.step()
+            done += 1
+        model.eval()
+        with torch.no_grad(), optimiser.binary() if isinstance(optimiser, StraightThrough) else torch.no_grad():
+            curve.append(float(F.cross_entropy(model(x_held), y_held)))
+    seconds = (time.process_time() - started) / epochs
+    if isinstance(optimiser, StraightThrough):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.where(p >= 0, 1.0, -1.0))
+    if not hasattr(optimiser, "posterior"):
+        return Trained(lambda inputs: model(inputs).detach().softmax(-1), curve, seconds)
+    posterior = optimiser.posterior(model, "classification")
+    return Trained(lambda inputs: posterior.predict(inputs, method="sampled", samples=DRAWS).probs, curve, seconds)
+
+
+# -- rows ---------------------------------------------------------------------------------------------------
+
+
+def work(loaded: tuple[Setting, Images, int, bool], column: str) -> Row:
+    """The best of the grid by validation NLL, on the test images."""
+    setting, data, seed, quick = loaded
+    make = setting.network
+    if column in BINARY:
+        if not setting.binary:
+            raise NotThere
+        pixels, classes = data.train[0][0].numel(), int(data.train[1].max()) + 1
+        make = partial(binary_network, pixels, 64 if quick else 512, classes)
+    precisions = (1.0,) if column in BINARY or quick else PRECISIONS
+    rates = RATES[column][1:2] if quick else RATES[column]
+    x_held, y_held = data.standardised(data.validation)
+    best: tuple[float, Trained, float, float] | None = None
+    for rate, precision in product(rates, precisions):
+        found = trained(make, data, column, rate, precision, setting.epochs, seed)
+        nll = float(metrics.nll(found.probs(x_held), y_held))
+        if best is None or nll < best[0]:
+            best = (nll, found, rate, precision)
+    assert best is not None
+    _, found, rate, precision = best
+    x, y = data.standardised(data.test)
+    inside, outside = found.probs(x), found.probs(data.standard(data.ood))
+    return {
+        "accuracy": float(metrics.accuracy(inside, y)),
+        "nll": float(metrics.nll(inside, y)),
+        "ece": float(metrics.ece(inside, y)),
+        "ood_auroc": float(metrics.ood_auroc(entropy(inside), entropy(outside))),
+        "epoch_seconds": found.seconds,
+        "rate": rate,
+        "precision": precision,
+        "curve": found.curve,
+    }
+
+
+# -- the page -----------------------------------------------------------------------------------------------
+
+
+def moons(seed: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    angle = torch.rand(200, generator=source) * torch.pi
+    upper = torch.stack([angle.cos(), angle.sin()], 1)
+    lower = torch.stack([1 - angle.cos(), 0.5 - angle.sin()], 1)
+    label = torch.arange(200) % 2
+    x = torch.where(label[:, None] == 0, upper, lower) + 0.15 * torch.randn(200, 2, generator=source)
+    return (x - x.mean(0)) / x.std(0), label
+
+
+def binary_picture(chosen: argparse.Namespace) -> str:
+    """Two moons: the most probable binary network, the average of drawn ones, and how far these disagree."""
+    torch.manual_seed(0)
+    x, y = moons(0)
+    features = torch.cat([x, torch.ones(len(x), 1)], 1)
+    model = binary_network(3, 64, 2)
+    optimiser = lapis.optim.BayesBiNN(model.parameters(), lr=1e-3, data_size=len(x), temperature=1.0, start=1.0)
+    steps = 200 if chosen.quick else 3000
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        loss = F.cross_entropy(model(features), y)
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimiser.step(closure)
+        schedule.step()
+    model.eval()
+    posterior = optimiser.posterior(model, "classification")
+    axis = torch.linspace(-2.5, 2.5, 80)
+    grid = torch.cartesian_prod(axis, axis)
+    points = torch.cat([grid, torch.ones(len(grid), 1)], 1)
+    drawn = posterior.predict(points, samples=50)
+    with torch.no_grad():
+        mode = torch.func.functional_call(model, posterior.network.unflatten(posterior.mode), points).softmax(-1)
+    shown = {
+        "most probable network": mode[:, 1],
+        "average of 50 drawn ones": drawn.probs[:, 1],
+        "their disagreement (mutual information)": drawn.mutual_information,
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4), constrained_layout=True)
+    for at, (title, value) in zip(axes, shown.items(), strict=True):
+        picture = at.imshow(value.reshape(80, 80).T, origin="lower", extent=(-2.5, 2.5, -2.5, 2.5), cmap="RdBu_r")
+        at.scatter(*x.T, c=y, s=6, cmap="RdBu_r", edgecolors="k", linewidths=0.3)
+        at.set_title(title, fontsize=9)
+        figure.colorbar(picture, ax=at, shrink=0.8)
+    chosen.figures.mkdir(parents=True, exist_ok=True)
+    name = f"{chosen.name}_binary.png"
+    figure.savefig(chosen.figures / name, dpi=110)
+    plt.close(figure)
+    return f"![A posterior over binary networks, on two moons](../figures/{name})"
+
+
+def write(chosen: argparse.Namespace, settings: dict[str, Setting]) -> None:
+    rows = read(chosen.rows)
+    there = [name for name in settings if any(row["setting"] == name and "error" not in row for row in rows)]
+    parts = []
+    figure, axes = plt.subplots(1, max(1, len(there)), figsize=(4.2 * max(1, len(there)), 3.4), squeeze=False)
+    for name, at in zip(there, axes[0], strict=False):
+        found = by_column(rows, name, RATES)
+        parts.append(f"## {name}\n\n" + scored(found, SCORES, higher=("accuracy", "OOD-AUROC")))
+        for column, each in found.items():
+            curves = [row["curve"] for row in each]
+            at.plot(range(1, len(curves[0]) + 1), [mean(values) for values in zip(*curves, strict=True)], label=column)
+        at.set(title=name, xlabel="epoch", ylabel="validation NLL at the mean", yscale="log")
+        at.legend(fontsize=7)
+    figure.tight_layout()
+    parts.append(binary_picture(chosen))
+    about = command.About(
+        "Optimisers that leave a posterior behind",
+        __doc__.split("\n", 1)[1],
+        "Means over seeds, with their standard errors. Learning rates and prior precisions chosen are in the JSON.",
+        "Convergence: validation NLL of the network at the mean weights, after each epoch",
+    )
+    command.write_page(chosen, about, parts, rows, figure)
+
+
+def main() -> None:
+    columns = (list(RATES), list(RATES))
+    chosen = command.arguments("learning_rule", __doc__, (SETTINGS, QUICK), columns)
+    settings = QUICK if chosen.quick else SETTINGS
+
+    def load(name: str, seed: int) -> tuple[Setting, Images, int, bool]:
+        return settings[name], settings[name].images(seed), seed, chosen.quick
+
+    if not chosen.report:
+        command.fill(chosen, load, work, ("accuracy", "nll", "ece", "ood_auroc", "rate", "precision"))
+    write(chosen, settings)
+
+
+if __name__ == "__main__":
+    main()
