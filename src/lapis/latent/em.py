@@ -123,7 +123,9 @@ def em(
         generator: source of randomness for starts and minibatches; seeded with 0 when not given.
         progress: show a bar; by default on a terminal only.
     """
-    check_arguments(em, locals(), apart=("model",))
+    check_arguments(em, locals(), apart=("model",), signed=("tolerance",))
+    if tolerance < 0:
+        raise OptionError("Bad tolerance", expected="a number from 0 on", got=repr(tolerance), do="pass such a value")
     source = generator or torch.Generator().manual_seed(0)
     if restarts > 1 and isinstance(model, LatentModel):
         raise OptionError(
