@@ -75,12 +75,12 @@ class MixtureEstimator(DensityMixin, BaseEstimator):  # type: ignore[misc]
                 got="y with some -1",
                 do="pass known classes as labels=",
             )
-        x = torch.from_numpy(array)
+        x = torch.tensor(array)
         centre = x.mean(0)
         rows = Rows(x - centre, _log_labels(labels, len(x), self.n_components))
         spread = float((x - centre).square().mean())
         floor = self.floor * spread if spread > 0 else self.floor
-        self._warn_of_constant_columns(rows.x)
+        constant = _constant_columns(rows.x)
         random = np.random.RandomState(None) if self.random_state is None else self.random_state
         source = torch.Generator().manual_seed(_seed(random))
 
@@ -107,23 +107,26 @@ class MixtureEstimator(DensityMixin, BaseEstimator):  # type: ignore[misc]
         self.converged_, self.n_iter_ = fit.converged, fit.rounds
         self.lower_bound_ = fit.bounds[-1]
         self._finish(fit, centre)
+        if not constant:
+            self._warn_of_collapse(fit.model)
         return self
 
     def fit_predict(self, X: Any, y: Any = None, *, labels: Any = None) -> Array:
         """Fit, and the most probable component of each row."""
-        return self.fit(X, y, labels=labels).predict(X)  # type: ignore[no-any-return]
+        found: Array = self.fit(X, y, labels=labels).predict(X)
+        return found
 
     def predict_proba(self, X: Any) -> Array:
         """p(component | row), (N, K)."""
-        return self._joints(self._new(X)).softmax(1).numpy()  # type: ignore[no-any-return]
+        return self._joints(self._new(X)).softmax(1).numpy()
 
     def predict(self, X: Any) -> Array:
         """The most probable component of each row, (N,)."""
-        return self._joints(self._new(X)).argmax(1).numpy()  # type: ignore[no-any-return]
+        return self._joints(self._new(X)).argmax(1).numpy()
 
     def score_samples(self, X: Any) -> Array:
         """log p(row), (N,)."""
-        return self._joints(self._new(X)).logsumexp(1).numpy()  # type: ignore[no-any-return]
+        return self._joints(self._new(X)).logsumexp(1).numpy()
 
     def score(self, X: Any, y: Any = None) -> float:
         """Mean log p(row)."""
@@ -131,7 +134,7 @@ class MixtureEstimator(DensityMixin, BaseEstimator):  # type: ignore[misc]
 
     def _new(self, X: Any) -> Tensor:
         check_is_fitted(self)
-        return torch.from_numpy(validate_data(self, X, dtype=np.float64, reset=False))
+        return torch.tensor(validate_data(self, X, dtype=np.float64, reset=False))
 
     # checks --------------------------------------------------------------------------------------------
 
@@ -152,16 +155,21 @@ class MixtureEstimator(DensityMixin, BaseEstimator):  # type: ignore[misc]
                 do="choose one of these",
             )
 
-    @staticmethod
-    def _warn_of_constant_columns(x: Tensor) -> None:
-        constant = (x.abs().amax(0) == 0).nonzero()[:, 0].tolist()
-        if constant and len(constant) < x.shape[1]:
-            warnings.warn(
-                f"Columns {constant} are constant: they say nothing about the components, and their variance is the "
-                "floor. Leave them out.",
-                LapisWarning,
-                stacklevel=3,
-            )
+    def _warn_of_collapse(self, model: Any) -> None:
+        """Say which components have shrunk as far as they may."""
+
+
+def _constant_columns(x: Tensor) -> list[int]:
+    """Columns without any variance, with a warning if others have some."""
+    constant: list[int] = (x.abs().amax(0) == 0).nonzero()[:, 0].tolist()
+    if constant and len(constant) < x.shape[1]:
+        warnings.warn(
+            f"Columns {constant} are constant: they say nothing about the components, and their variance is the floor. "
+            "Leave them out.",
+            LapisWarning,
+            stacklevel=3,
+        )
+    return constant
 
 
 def _seed(random: Any) -> int:

@@ -95,6 +95,8 @@ class GaussianMixture(MixtureEstimator):
         self.model_ = MixtureModel(model.weights, model.means + centre, model.covariances, model.kind, model.floor)
         self.weights_, self.means_ = self.model_.weights.numpy(), self.model_.means.numpy()
         self.covariances_ = self.model_.covariances.numpy()
+
+    def _warn_of_collapse(self, model: MixtureModel) -> None:
         collapsed = _at_floor(model)
         if collapsed:
             warnings.warn(

@@ -10,6 +10,7 @@ constraint has the eigenvalues of the free one, raised to the floor, so that the
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,9 +119,8 @@ class MixtureModel(LatentModel):
             total = total - 0.5 * (white.square() * scatter).sum()
         return total + sums["labels"]
 
-    def _scatter(self, sums: dict[str, Tensor] | object) -> Tensor:
+    def _scatter(self, sums: Mapping[str, Tensor]) -> Tensor:
         """sum_n r_nk (x - mu_k)(x - mu_k)^T: (K, D, D), (D, D) summed over k, or its diagonals (K, D)."""
-        assert isinstance(sums, dict)
         n, first, second = sums["n"], sums["x"], sums["xx"]
         if self.kind == "full":
             cross = first[:, :, None] * self.means[:, None]
@@ -132,7 +132,7 @@ class MixtureModel(LatentModel):
         return second - 2 * first * self.means + n[:, None] * self.means.square()
 
     def maximisation(self, expected: Expected) -> MixtureModel:
-        sums = dict(expected.statistics)
+        sums = expected.statistics
         n = sums["n"]
         alive = n > NOBODY
         means = torch.where(alive[:, None], sums["x"] / n.clamp_min(NOBODY)[:, None], self.means)
@@ -159,7 +159,7 @@ class MixtureModel(LatentModel):
 
     def with_vector(self, vector: Tensor) -> MixtureModel:
         components = len(self.weights)
-        weights, means, spread = vector.split([components, self.means.numel(), self.covariances.numel()])
+        weights, means, spread = torch.split(vector, [components, self.means.numel(), self.covariances.numel()])
         spread = spread.reshape(self.covariances.shape)
         if self.kind in ("full", "tied"):
             root = spread.tril(-1) + torch.diag_embed(spread.diagonal(dim1=-2, dim2=-1).exp())
@@ -216,4 +216,5 @@ def floored(covariances: Tensor, kind: Covariance, floor: float) -> Tensor:
     if bool((smallest >= floor).all()):
         return covariances
     values, vectors = torch.linalg.eigh(covariances)
-    return (vectors * values.clamp_min(floor).unsqueeze(-2)) @ vectors.mT
+    raised: Tensor = (vectors * values.clamp_min(floor).unsqueeze(-2)) @ vectors.mT
+    return raised

@@ -1,0 +1,328 @@
+"""A Gaussian mixture by variational Bayes: Dirichlet weights, normal-Wishart components, ELBO with all constants.
+
+    q(pi) = Dir(alpha),  q(mu_k, L_k) = N(mu_k | m_k, (beta_k L_k)^-1) Wishart(L_k | W_k, nu_k),  q(z_n) = r_n
+
+    alpha_k = alpha_0 + N_k,  beta_k = beta_0 + N_k,  nu_k = nu_0 + N_k,  m_k = (beta_0 m_0 + sum_n r_nk x_n) / beta_k
+    W_k^-1 = W_0^-1 + sum_n r_nk x_n x_n^T + beta_0 m_0 m_0^T - beta_k m_k m_k^T
+
+"diagonal" has a gamma distribution for each dimension: Wisharts of one dimension. The bound is a lower bound of the
+evidence log p(x), which compares numbers of components; components that the data do not need fade out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lapis.errors import OptionError
+from lapis.latent.em import Expected, Fit, LatentModel
+from lapis.latent.estimator import MixtureEstimator
+from lapis.latent.mixture_model import CHUNK, Rows, gathered
+from lapis.options import check_arguments
+
+
+@dataclass(frozen=True)
+class Wisharts:
+    """K normal-Wishart distributions; with `diagonal` K x D of one dimension each.
+
+    Args:
+        mean: m, (K, D).
+        strength: beta, (K,).
+        freedom: nu, (K,).
+        inverse: W^-1, (K, D, D), or (K, D).
+    """
+
+    mean: Tensor
+    strength: Tensor
+    freedom: Tensor
+    inverse: Tensor
+
+    @property
+    def diagonal(self) -> bool:
+        return self.inverse.dim() == 2
+
+    def roots(self) -> tuple[Tensor, Tensor]:
+        """R with R R^T = W, (K, D, D) or (K, D), and log |W|, (K,) or (K, D)."""
+        if self.diagonal:
+            return self.inverse.rsqrt(), -self.inverse.log()
+        lower = torch.linalg.cholesky(self.inverse)
+        eye = torch.eye(lower.shape[-1], dtype=lower.dtype).expand_as(lower)
+        root = torch.linalg.solve_triangular(lower, eye, upper=False).mT
+        return root, -2 * lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+    def expected_logdet(self, logdet: Tensor) -> Tensor:
+        """E[log |L_k|], (K,) or one a dimension (K, D)."""
+        size = 1 if self.diagonal else self.mean.shape[1]
+        steps = torch.arange(size, dtype=torch.float64)
+        digammas = torch.digamma((self.freedom[:, None] - steps) / 2).sum(1) + size * math.log(2)
+        return logdet + (digammas[:, None] if self.diagonal else digammas)
+
+    def log_normaliser(self, logdet: Tensor) -> Tensor:
+        """log B(W, nu) of each Wishart, shaped as `logdet`."""
+        size = 1 if self.diagonal else self.mean.shape[1]
+        steps = torch.arange(size, dtype=torch.float64)
+        gammas = torch.lgamma((self.freedom[:, None] - steps) / 2).sum(1)
+        rest = self.freedom * size / 2 * math.log(2) + size * (size - 1) / 4 * math.log(math.pi) + gammas
+        nu = self.freedom[:, None] if self.diagonal else self.freedom
+        return -nu / 2 * logdet - (rest[:, None] if self.diagonal else rest)
+
+    def divergence(self, prior: Wisharts) -> Tensor:
+        """sum_k KL(q_k || prior), 0-d."""
+        root, logdet = self.roots()
+        _, prior_logdet = prior.roots()
+        size = self.mean.shape[1]
+        gap = self.mean - prior.mean
+        if self.diagonal:
+            turned = gap * root
+            overlap = root.square() * prior.inverse  # tr(W_0^-1 W) of each dimension
+            nu, prior_nu = self.freedom[:, None], prior.freedom[:, None]
+            inner = 1
+        else:
+            turned = torch.einsum("kd,kde->ke", gap, root)
+            overlap = torch.einsum("kde,kdf,kfe->k", root, prior.inverse, root)
+            nu, prior_nu = self.freedom, prior.freedom
+            inner = size
+        ratio = prior.strength / self.strength
+        means = 0.5 * (size * (ratio - 1 - ratio.log()) + prior.strength * self.freedom * turned.square().sum(1))
+        spread = (
+            self.log_normaliser(logdet)
+            - prior.log_normaliser(prior_logdet)
+            + (nu - prior_nu) / 2 * self.expected_logdet(logdet)
+            - nu * inner / 2
+            + nu / 2 * overlap
+        )
+        return means.sum() + spread.sum()
+
+
+@dataclass(frozen=True)
+class BayesianModel(LatentModel):
+    """q(pi) q(mu, L), and the prior: what EM's M-step updates."""
+
+    concentration: Tensor
+    components: Wisharts
+    prior_concentration: Tensor
+    prior: Wisharts
+
+    def _quadratic(self, x: Tensor) -> Tensor:
+        """nu (x - m)^T W (x - m), (N, K), in chunks of rows."""
+        q = self.components
+        root, _ = q.roots()
+        count, size = q.mean.shape
+        result = x.new_empty(len(x), count)
+        step = max(1, CHUNK // (count * size))
+        for start in range(0, len(x), step):
+            gap = x[start : start + step, None] - q.mean
+            z = gap * root if q.diagonal else torch.einsum("nkd,kde->nke", gap, root)
+            result[start : start + step] = q.freedom * z.square().sum(2)
+        return result
+
+    def _constants(self) -> Tensor:
+        """E[log pi_k] + E[log |L_k|] / 2 - D / 2 log 2 pi - D / (2 beta_k), (K,)."""
+        q = self.components
+        size = q.mean.shape[1]
+        logdet = q.expected_logdet(q.roots()[1])
+        logdet = logdet.sum(1) if q.diagonal else logdet
+        weights = torch.digamma(self.concentration) - torch.digamma(self.concentration.sum())
+        return weights + 0.5 * (logdet - size * math.log(2 * math.pi) - size / q.strength)
+
+    def expectation(self, data: Rows) -> Expected:
+        joint = self._constants() - 0.5 * self._quadratic(data.x)
+        joint = joint if data.log_labels is None else joint + data.log_labels
+        evidence = joint.logsumexp(1, keepdim=True)
+        kind: Literal["full", "diagonal"] = "diagonal" if self.components.diagonal else "full"
+        return gathered(data, (joint - evidence).exp(), joint, evidence, kind)
+
+    def maximisation(self, expected: Expected) -> BayesianModel:
+        sums, prior = expected.statistics, self.prior
+        n = sums["n"]
+        strength = prior.strength + n
+        mean = (prior.strength[:, None] * prior.mean + sums["x"]) / strength[:, None]
+        if prior.diagonal:
+            before = prior.strength[:, None] * prior.mean.square()
+            inverse = prior.inverse + sums["xx"] + before - strength[:, None] * mean.square()
+        else:
+            before = prior.strength[:, None, None] * prior.mean[:, :, None] * prior.mean[:, None]
+            after = strength[:, None, None] * mean[:, :, None] * mean[:, None]
+            inverse = prior.inverse + sums["xx"] + before - after
+        components = Wisharts(mean, strength, prior.freedom + n, inverse)
+        return BayesianModel(self.prior_concentration + n, components, self.prior_concentration, prior)
+
+    def log_joint(self, expected: Expected) -> Tensor:
+        sums, q = expected.statistics, self.components
+        n, first, second = sums["n"], sums["x"], sums["xx"]
+        root, _ = q.roots()
+        if q.diagonal:
+            scatter = second - 2 * first * q.mean + n[:, None] * q.mean.square()
+            traces = (root.square() * scatter).sum(1)
+        else:
+            cross = first[:, :, None] * q.mean[:, None]
+            scatter = second - cross - cross.mT + n[:, None, None] * q.mean[:, :, None] * q.mean[:, None]
+            traces = torch.einsum("kde,kdf,kfe->k", root, scatter, root)
+        total = (n * self._constants() - 0.5 * q.freedom * traces).sum() + sums["labels"]
+        return total - self._weights_divergence() - q.divergence(self.prior)
+
+    def _weights_divergence(self) -> Tensor:
+        """KL of the Dirichlet distributions."""
+        a, b = self.concentration, self.prior_concentration
+        slope = torch.digamma(a) - torch.digamma(a.sum())
+        sizes = torch.lgamma(a.sum()) - torch.lgamma(b.sum()) - torch.lgamma(a).sum() + torch.lgamma(b).sum()
+        return sizes + ((a - b) * slope).sum()
+
+    def log_predictive(self, x: Tensor) -> Tensor:
+        """log E[pi_k] + log of the Student t that component k predicts, (N, K)."""
+        q = self.components
+        size = q.mean.shape[1]
+        _, logdet = q.roots()
+        inner = 1 if q.diagonal else size
+        nu = q.freedom + 1 - inner  # degrees of freedom
+        scale = nu * q.strength / (1 + q.strength)
+        if q.diagonal:
+            squares = scale[:, None] * (x[:, None] - q.mean).square() / q.inverse
+            each = torch.lgamma((nu + 1) / 2) - torch.lgamma(nu / 2) + 0.5 * (scale / (math.pi * nu)).log()
+            logs = each[:, None] + 0.5 * logdet - (nu[:, None] + 1) / 2 * torch.log1p(squares / nu[:, None])
+            density = logs.sum(2)
+        else:
+            squares = scale * self._quadratic(x) / q.freedom
+            constant = torch.lgamma((nu + size) / 2) - torch.lgamma(nu / 2)
+            constant = constant + 0.5 * (logdet + size * (scale / (math.pi * nu)).log())
+            density = constant - (nu + size) / 2 * torch.log1p(squares / nu)
+        return density + (self.concentration / self.concentration.sum()).log()
+
+
+class BayesianGaussianMixture(MixtureEstimator):
+    """A Gaussian mixture whose weights, means and covariances have distributions, by variational Bayes.
+
+    Args:
+        n_components: K, at most; with a small `concentration` components that are not needed get no rows.
+        covariance: "full" or "diagonal".
+        concentration: of the Dirichlet prior of the weights; 1 / n_components when None.
+        mean_strength: beta_0, rows that the prior mean, that of the data, counts for.
+        freedom: nu_0, rows that the prior covariance, that of the data, counts for; D (diagonal: 1) when None.
+        rounds, tolerance, restarts, random_state, progress: as in `GaussianMixture`.
+
+    Attributes:
+        weights_, means_, covariances_: expected weights and means, and inverses of the expected precisions.
+        bounds_: the ELBO in nats, with all constants: a lower bound of the log evidence. It never falls.
+        evidence_: the last bound plus log K!, for the K! orders of the components: to compare numbers of them.
+        effective_components_: those with more than half a row.
+    """
+
+    accelerate = False
+    start = None
+    floor = 0.0
+
+    def __init__(
+        self,
+        n_components: int = 1,
+        covariance: Literal["full", "diagonal"] = "full",
+        *,
+        concentration: float | None = None,
+        mean_strength: float = 1.0,
+        freedom: float | None = None,
+        rounds: int = 500,
+        tolerance: float = 1e-6,
+        restarts: int = 1,
+        random_state: Any = 0,
+        progress: bool | None = None,
+    ) -> None:
+        self.n_components = n_components
+        self.covariance = covariance
+        self.concentration = concentration
+        self.mean_strength = mean_strength
+        self.freedom = freedom
+        self.rounds = rounds
+        self.tolerance = tolerance
+        self.restarts = restarts
+        self.random_state = random_state
+        self.progress = progress
+
+    def _check_options(self) -> None:
+        super()._check_options()
+        if self.covariance not in ("full", "diagonal"):
+            raise OptionError(
+                "The Bayesian mixture has no such covariance",
+                expected='"full" or "diagonal"',
+                got=repr(self.covariance),
+                do="choose one of these, or use GaussianMixture",
+            )
+        for name in ("concentration", "mean_strength", "freedom"):
+            value = getattr(self, name)
+            wrong = isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf
+            if wrong and not (value is None and name != "mean_strength"):
+                raise OptionError(f"Bad {name}", expected="a positive number", got=repr(value), do="pass one")
+
+    def _begin(self, rows: Rows, r: Tensor, floor: float, centre: Tensor) -> BayesianModel:
+        count, size = self.n_components, rows.x.shape[1]
+        diagonal = self.covariance == "diagonal"
+        least = 1 if diagonal else size
+        freedom = float(least if self.freedom is None else self.freedom)
+        if freedom <= least - 1:
+            raise OptionError(
+                "Bad freedom", expected=f"more than {least - 1}", got=repr(self.freedom), do="raise it, or leave it out"
+            )
+        variances = rows.x.square().mean(0)
+        smallest = 1e-12 * max(float(variances.mean()), 1e-300)
+        spread = variances.clamp_min(smallest) if diagonal else rows.x.mT @ rows.x / len(rows)
+        if not diagonal:
+            spread = spread + smallest * torch.eye(size, dtype=torch.float64)
+
+        def each(value: float) -> Tensor:
+            return torch.full((count,), float(value), dtype=torch.float64)
+
+        inverse = (freedom * spread).expand(count, *spread.shape)
+        prior = Wisharts(
+            torch.zeros(count, size, dtype=torch.float64), each(self.mean_strength), each(freedom), inverse
+        )
+        concentration = each(1 / count if self.concentration is None else self.concentration)
+        start = BayesianModel(concentration, prior, concentration, prior)
+        kind: Literal["full", "diagonal"] = "diagonal" if diagonal else "full"
+        zeros = torch.zeros(len(r), 1, dtype=r.dtype)
+        return start.maximisation(gathered(Rows(rows.x), r, r.log(), zeros, kind))
+
+    def _finish(self, fit: Fit[BayesianModel], centre: Tensor) -> None:
+        self.model_, self._centre = fit.model, centre
+        q = fit.model.components
+        concentration = fit.model.concentration
+        self.weights_ = (concentration / concentration.sum()).numpy()
+        self.means_ = (q.mean + centre).numpy()
+        shape = (-1, *([1] * (q.inverse.dim() - 1)))
+        self.covariances_ = (q.inverse / q.freedom.reshape(shape)).numpy()
+        self.evidence_ = fit.bounds[-1] + math.lgamma(self.n_components + 1)
+        rows = (concentration - fit.model.prior_concentration).numpy()
+        self.effective_components_ = int((rows > 0.5).sum())
+
+    def _joints(self, x: Tensor) -> Tensor:
+        joints: Tensor = self.model_.log_predictive(x - self._centre)
+        return joints
+
+
+def choose_components(
+    X: Any,
+    numbers: Sequence[int] = (1, 2, 3, 4, 5, 6),
+    *,
+    covariance: Literal["full", "diagonal"] = "full",
+    restarts: int = 3,
+    labels: Any = None,
+    random_state: int = 0,
+) -> tuple[BayesianGaussianMixture, dict[int, float]]:
+    """The number of components with the highest evidence: the mixture, and the bound of the log evidence of each.
+
+    Weights have Dirichlet(1, ..., 1), so that no component fades by the prior alone; log K! counts the orders.
+    """
+    check_arguments(choose_components, locals(), signed=("random_state",))
+    if not numbers:
+        raise OptionError("Bad numbers", expected="numbers of components", got="none", do="pass some")
+    found: dict[int, BayesianGaussianMixture] = {}
+    for number in numbers:
+        mixture = BayesianGaussianMixture(
+            number, covariance, concentration=1.0, restarts=restarts, random_state=random_state
+        )
+        found[number] = mixture.fit(np.asarray(X), labels=labels)
+    best = max(found, key=lambda number: found[number].evidence_)
+    return found[best], {number: mixture.evidence_ for number, mixture in found.items()}
