@@ -257,7 +257,8 @@ class BayesianGaussianMixture(MixtureEstimator):
             if wrong and not (value is None and name != "mean_strength"):
                 raise OptionError(f"Bad {name}", expected="a positive number", got=repr(value), do="pass one")
 
-    def _begin(self, rows: Rows, r: Tensor, floor: float, centre: Tensor) -> BayesianModel:
+    def _begin(self, rows: Rows, r: Tensor | None, floor: float, centre: Tensor) -> BayesianModel:
+        assert r is not None, "it always starts from responsibilities"
         count, size = self.n_components, rows.x.shape[1]
         diagonal = self.covariance == "diagonal"
         least = 1 if diagonal else size

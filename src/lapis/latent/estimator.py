@@ -39,8 +39,11 @@ class MixtureEstimator(DensityMixin, BaseEstimator):  # type: ignore[misc]
 
     # to be provided ------------------------------------------------------------------------------------
 
-    def _begin(self, rows: Rows, r: Tensor, floor: float, centre: Tensor) -> Any:
-        """The model to start from, given responsibilities (N, K); rows have had `centre` subtracted."""
+    def _begin(self, rows: Rows, r: Tensor | None, floor: float, centre: Tensor) -> Any:
+        """The model to start from: responsibilities (N, K), or `start` where they are None.
+
+        Rows have had `centre` subtracted.
+        """
         raise NotImplementedError
 
     def _finish(self, fit: Fit[Any], centre: Tensor) -> None:
@@ -85,7 +88,7 @@ class MixtureEstimator(DensityMixin, BaseEstimator):  # type: ignore[misc]
         source = torch.Generator().manual_seed(_seed(random))
 
         def begin(generator: torch.Generator) -> Any:
-            r = _first_responsibilities(rows, self.n_components, generator)
+            r = None if self.start is not None else _first_responsibilities(rows, self.n_components, generator)
             return self._begin(rows, r, floor, centre)
 
         with warnings.catch_warnings(record=True) as caught:
@@ -256,18 +259,22 @@ def _first_responsibilities(rows: Rows, components: int, generator: torch.Genera
     return r / r.sum(1, keepdim=True)
 
 
-def first_mixture(rows: Rows, r: Tensor, kind: Covariance, floor: float) -> MixtureModel:
-    """The mixture that an M-step makes of responsibilities (N, K)."""
-    components, dimensions = r.shape[1], rows.x.shape[1]
+def shape_of(kind: Covariance, components: int, dimensions: int) -> tuple[int, ...]:
+    """Of the covariances."""
     shapes = {
         "full": (components, dimensions, dimensions),
         "tied": (dimensions, dimensions),
         "diagonal": (components, dimensions),
-        "spherical": (components,),
     }
+    return shapes.get(kind, (components,))
+
+
+def first_mixture(rows: Rows, r: Tensor, kind: Covariance, floor: float) -> MixtureModel:
+    """The mixture that an M-step makes of responsibilities (N, K)."""
+    components, dimensions = r.shape[1], rows.x.shape[1]
     spread = max(float(rows.x.square().mean()), floor, 1e-300)
     like = torch.eye(dimensions, dtype=torch.float64) if kind in ("full", "tied") else torch.ones(())
-    empty = (spread * like).double().expand(shapes[kind])
+    empty = (spread * like).double().expand(shape_of(kind, components, dimensions))
     blank = MixtureModel(
         torch.full((components,), 1 / components, dtype=torch.float64),
         torch.zeros(components, dimensions, dtype=torch.float64),

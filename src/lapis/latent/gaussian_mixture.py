@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapis.errors import DataError, LapisWarning
 from lapis.latent.em import Fit
-from lapis.latent.estimator import FLOOR, Array, MixtureEstimator, first_mixture
+from lapis.latent.estimator import FLOOR, Array, MixtureEstimator, first_mixture, shape_of
 from lapis.latent.mixture_model import Covariance, MixtureModel, Rows, floored
 from lapis.options import check_count
 
@@ -70,20 +70,20 @@ class GaussianMixture(MixtureEstimator):
         self.random_state = random_state
         self.progress = progress
 
-    def _begin(self, rows: Rows, r: Tensor, floor: float, centre: Tensor) -> MixtureModel:
-        if self.start is None:
+    def _begin(self, rows: Rows, r: Tensor | None, floor: float, centre: Tensor) -> MixtureModel:
+        if r is not None:
             return first_mixture(rows, r, self.covariance, floor)
         weights, means, covariances = (torch.as_tensor(np.asarray(part, dtype=np.float64)) for part in self.start)
-        blank = first_mixture(rows, r, self.covariance, floor)
-        for name, got, like in (
-            ("weights", weights, blank.weights),
-            ("means", means, blank.means),
-            ("covariances", covariances, blank.covariances),
+        components, dimensions = self.n_components, rows.x.shape[1]
+        for name, got, shape in (
+            ("weights", weights, (components,)),
+            ("means", means, (components, dimensions)),
+            ("covariances", covariances, shape_of(self.covariance, components, dimensions)),
         ):
-            if got.shape != like.shape or not bool(got.isfinite().all()):
+            if tuple(got.shape) != shape or not bool(got.isfinite().all()):
                 raise DataError(
                     f"The {name} of the start do not fit",
-                    expected=f"finite numbers of shape {tuple(like.shape)}",
+                    expected=f"finite numbers of shape {shape}",
                     got=str(tuple(got.shape)),
                     do="pass start=(weights, means, covariances)",
                 )
