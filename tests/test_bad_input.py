@@ -825,6 +825,18 @@ def saved(model: nn.Sequential) -> Path:
 # About the errors themselves
 
 
+@bad(OptionError, "none of them NaN", "Got: (30,) torch.float64 with NaN")
+def scores_with_nan(model: nn.Sequential) -> Act:
+    return lambda: fit(model, weights=lapis.Subnetwork(2, by=torch.full((30,), math.nan, dtype=F64)))
+
+
+@bad(DataError, "Expected: shape (6, 5)", "Got: (6, 2, 4)")
+def custom_targets_of_other_positions(model: nn.Sequential) -> Act:
+    """The shape in the message is the user's, not that with the channels moved."""
+    likelihood = lapis.Custom(lambda f, y: (f - y).square().sum(), channels="first")
+    return lambda: likelihood.targets(torch.ones(6, 2, 4), torch.ones(6, 5, 2), (6, 2, 5))
+
+
 def test_a_dense_posterior_is_refused_before_allocating() -> None:
     network = nn.Linear(3000, 100)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

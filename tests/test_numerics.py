@@ -433,6 +433,37 @@ def test_the_record_of_tuning_is_the_evidence_of_the_result(structure: str, monk
     torch.testing.assert_close(torch.tensor(found.tuning.log_evidence, dtype=F64), found.log_evidence())
 
 
+TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
+    "regression": lambda y: y,
+    "heteroscedastic": lambda y: y[:, :1],
+    "classification": lambda y: y.argmax(1),
+    "binary": lambda y: (y > 0).double(),
+    "poisson": lambda y: y.abs().round(),
+}
+"""Targets of every likelihood for a network with two outputs."""
+
+
+@pytest.mark.filterwarnings("ignore::lapis.errors.LapisWarning")  # two iterations are not enough, and need not be
+@pytest.mark.parametrize("likelihood", TARGETS)
+@pytest.mark.parametrize("structure", STORED)
+def test_records_of_tuning_are_evidences_for_every_likelihood_and_structure(structure: str, likelihood: str) -> None:
+    """At the trained weights and at theta*, with the noise tuned where there is one."""
+    x, y = data(12)
+    both = (x, TARGETS[likelihood](y))
+    fitted = lapis.laplace(mlp(), both, likelihood, structure=structure)
+    for start in (fitted, fitted.at_tangent_mode(both)):
+        found = start.tune(max_iterations=2)
+        assert found.tuning is not None
+        record = torch.tensor([found.tuning.log_evidence, found.tuning.trace[-1]], dtype=F64)
+        torch.testing.assert_close(record, found.log_evidence().detach().expand(2), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            torch.tensor(found.tuning.gamma, dtype=F64),
+            found.effective_parameters(per_group=True),
+            rtol=1e-6,
+            atol=1e-8,
+        )
+
+
 def test_covariances_by_inexact_solves_are_positive_semi_definite() -> None:
     x, y = data(12, 4, dtype=F32)
     posterior = lapis.laplace(mlp(4, F32), (x, y), lapis.Gaussian(1e-3), structure="implicit", prior=1e-2)

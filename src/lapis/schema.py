@@ -52,7 +52,7 @@ def entry(config: Any, name: str, hint: Any) -> Any:
 
 def number(config: Any, name: str, *, least: float = 0.0, above: bool = True) -> float:
     """A finite number above `least`, or from there on."""
-    value: float = entry(config, name, float)
+    value = float(entry(config, name, float))  # whole numbers come as int, of any size
     if not math.isfinite(value) or value < least or (above and value == least):
         raise wrong(name, f"a finite number {'>' if above else '>='} {least:g}", repr(value))
     return value

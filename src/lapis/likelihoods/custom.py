@@ -48,7 +48,7 @@ class Custom(Likelihood):
     def targets(self, y: Any, f: Tensor, raw_shape: Sequence[int] | None = None) -> Tensor:
         """Targets (B, T, ...), in f's dtype if floating; checks that the function treats examples independently."""
         positions = None if raw_shape is None else self.positions(raw_shape)
-        tensor = as_tensor(y, f)
+        tensor = given = as_tensor(y, f)
         inner = self._position_dims(tensor, f, positions)
         if inner is None and self.channels == "first" and tensor.dim() > 1:
             tensor = tensor.movedim(1, -1)
@@ -57,7 +57,7 @@ class Custom(Likelihood):
             raise DataError(
                 "Targets do not match the outputs' positions",
                 expected=describe(f, None, self.channels, positions) + ", and any dimensions after",
-                got=str(tuple(tensor.shape)),
+                got=str(tuple(given.shape)),
                 do="pass one target per position",
             )
         check_finite(tensor)

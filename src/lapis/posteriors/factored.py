@@ -43,12 +43,14 @@ class FactoredPosterior(GaussianPosterior):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = tuple(self.deviation.shape) == (self.n_weights,) and bool((self.deviation > 0).all())
+        positive = bool((self.deviation > 0).all())
+        fits = tuple(self.deviation.shape) == (self.n_weights,) and positive
         if not fits or (self.factors is not None and self.factors.shape[1:] != (self.n_weights,)):
             raise DataError(
                 "The posterior's covariance does not fit the weights",
                 expected=f"positive deviations ({self.n_weights},), and factors (K, {self.n_weights}) or None",
-                got=f"{tuple(self.deviation.shape)} and {None if self.factors is None else tuple(self.factors.shape)}",
+                got=f"{tuple(self.deviation.shape)}{'' if positive else ', not all positive,'} and "
+                f"{None if self.factors is None else tuple(self.factors.shape)}",
                 do="pass one deviation for each chosen weight, and one row for each factor",
             )
 

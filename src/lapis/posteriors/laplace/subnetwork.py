@@ -159,7 +159,7 @@ class Subnetwork:
             raise OptionError(
                 "The scores do not fit the weights",
                 expected=f"a floating tensor ({network.size},), a score for each trainable weight, none of them NaN",
-                got=f"{tuple(scores.shape)} {scores.dtype}",
+                got=f"{tuple(scores.shape)} {scores.dtype}" + (" with NaN" if bool(scores.isnan().any()) else ""),
                 do="order them as model.parameters() does, or pass a boolean mask",
             )
         return scores.to(network.device)
