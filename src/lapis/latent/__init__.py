@@ -3,12 +3,18 @@
 from lapis.latent.bayesian_mixture import BayesianGaussianMixture, choose_components
 from lapis.latent.em import Expected, Fit, LatentModel, em
 from lapis.latent.gaussian_mixture import GaussianMixture
+from lapis.latent.markov.discrete import DiscreteEmissions
+from lapis.latent.markov.gaussian import GaussianEmissions
+from lapis.latent.markov.hidden_markov import HiddenMarkov
 
 __all__ = [
     "BayesianGaussianMixture",
+    "DiscreteEmissions",
     "Expected",
     "Fit",
+    "GaussianEmissions",
     "GaussianMixture",
+    "HiddenMarkov",
     "LatentModel",
     "choose_components",
     "em",

@@ -1,0 +1,147 @@
+"""States that emit Gaussian vectors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lapis.errors import DataError
+from lapis.latent.markov.emissions import Emissions, Sums, whole_rows_missing
+from lapis.options import check_arguments, checked_tensor, shown
+
+
+@dataclass(frozen=True)
+class GaussianEmissions(Emissions):
+    """Vectors with means (K, D) and covariances (K, D, D), or (K, D) if diagonal.
+
+    Diagonal covariances allow single entries of a row to be missing, full ones only whole rows. In EM, covariances keep
+    Sigma >= diag(least): the maximum under this constraint has the eigenvalues of the free one, raised to it, so that
+    no state collapses onto a single row, and the bound still never falls.
+    """
+
+    means: Tensor
+    covariances: Tensor
+    least: Tensor | None = field(default=None, repr=False)
+    """Smallest variances, (D,)."""
+    centre: Tensor | None = field(default=None, repr=False)
+    """(D,): sums are over rows minus this, so that squares of large offsets do not drown variances."""
+
+    def __post_init__(self) -> None:
+        check_arguments(GaussianEmissions, vars(self))
+        shape = checked_tensor("means", self.means).shape
+        if len(shape) != 2 or self.covariances.shape not in (shape, (*shape, shape[1])):
+            raise DataError(
+                "Means and covariances do not fit",
+                expected="(K, D) and (K, D, D), or (K, D) for diagonal ones",
+                got=f"{shown(self.means)} and {shown(self.covariances)}",
+                do="give every state a mean and a covariance",
+            )
+        spread = self.covariances.detach()
+        bad = torch.linalg.cholesky_ex(spread).info if spread.dim() == 3 else ~(spread > 0).all(1)
+        if bool(bad.any()) or not bool(spread.isfinite().all() & self.means.isfinite().all()):
+            raise DataError(
+                "A state has no density",
+                expected="finite means and positive definite covariances",
+                got=f"others for state {int(bad.float().argmax())}",
+                do="check the values",
+            )
+
+    @property
+    def n_states(self) -> int:
+        return len(self.means)
+
+    def read(self, rows: Tensor) -> Tensor:
+        width = self.means.shape[1]
+        rows = read_vectors(rows).to(self.means)
+        if rows.shape[1] != width:
+            raise DataError(
+                "Bad observations", expected=f"{width} columns", got=f"{rows.shape[1]}", do="check the data"
+            )
+        if self.covariances.dim() == 3:
+            whole_rows_missing(rows)
+        return rows
+
+    def log_densities(self, rows: Tensor) -> Tensor:
+        missing = rows.isnan()
+        gaps = rows.nan_to_num()[:, None] - self.means
+        if self.covariances.dim() == 2:
+            each = gaps.square() / self.covariances + (2 * math.pi * self.covariances).log()
+            return -0.5 * torch.where(missing[:, None], 0.0, each).sum(-1)
+        root = torch.linalg.cholesky(self.covariances)
+        white = torch.linalg.solve_triangular(root, gaps.permute(1, 2, 0), upper=False)
+        size = 2 * root.diagonal(dim1=1, dim2=2).log().sum(1) + rows.shape[1] * math.log(2 * math.pi)
+        return torch.where(missing.all(1)[:, None], 0.0, -0.5 * (white.square().sum(1).mT + size))
+
+    def statistics(self, rows: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        seen = (~rows.isnan()).to(weights)
+        x = (rows - self._centre).nan_to_num()
+        if self.covariances.dim() == 2:
+            return {"n": weights.mT @ seen, "x": weights.mT @ x, "xx": weights.mT @ x.square()}
+        weights = weights * seen[:, :1]
+        second = torch.einsum("nk,nd,ne->kde", weights, x, x)
+        return {"n": weights.sum(0), "x": weights.mT @ x, "xx": (second + second.mT) / 2}
+
+    @property
+    def _centre(self) -> Tensor:
+        return self.means.new_zeros(self.means.shape[1]) if self.centre is None else self.centre
+
+    def maximised(self, sums: Sums, pseudo_count: float) -> GaussianEmissions:
+        n = sums["n"] if self.covariances.dim() == 2 else sums["n"][:, None]
+        alive = n > 1e-10  # a state with less than this keeps its place
+        means = torch.where(alive, sums["x"] / n.clamp_min(1e-10) + self._centre, self.means)
+        moved = replace(self, means=means)
+        if self.covariances.dim() == 3:
+            n, alive = n[..., None], alive[..., None]
+        free = moved._scatter(sums) / n.clamp_min(1e-10)
+        return moved._with_covariances(torch.where(alive, free, self.covariances))
+
+    def _with_covariances(self, covariances: Tensor) -> GaussianEmissions:
+        """These, raised to the smallest variances."""
+        if self.least is None:
+            return replace(self, covariances=covariances)
+        if covariances.dim() == 2:
+            return replace(self, covariances=torch.maximum(covariances, self.least))
+        unit = self.least.sqrt()
+        values, vectors = torch.linalg.eigh(covariances / unit / unit[:, None])
+        if not bool((values < 1).any()):
+            return replace(self, covariances=covariances)
+        raised = (vectors * values.clamp_min(1.0)[:, None]) @ vectors.mT
+        return replace(self, covariances=raised * unit * unit[:, None])
+
+    def with_least(self, least: Tensor, centre: Tensor) -> GaussianEmissions:
+        """For a fit: with these smallest variances, and sums about this centre."""
+        return replace(self, least=least, centre=centre)._with_covariances(self.covariances)
+
+    def _scatter(self, sums: Sums) -> Tensor:
+        """sum of weights (x - mu)(x - mu)^T, (K, D, D) or (K, D)."""
+        mean = self.means - self._centre
+        if self.covariances.dim() == 2:
+            return sums["xx"] - 2 * sums["x"] * mean + sums["n"] * mean.square()
+        cross = sums["x"][:, :, None] * mean[:, None]
+        return sums["xx"] - cross - cross.mT + sums["n"][:, None, None] * mean[:, :, None] * mean[:, None]
+
+    def expected(self, sums: Sums, pseudo_count: float) -> Tensor:
+        scatter = self._scatter(sums)
+        if self.covariances.dim() == 2:
+            return -0.5 * (sums["n"] * (2 * math.pi * self.covariances).log() + scatter / self.covariances).sum()
+        root = torch.linalg.cholesky(self.covariances)
+        size = 2 * root.diagonal(dim1=1, dim2=2).log().sum(1) + self.means.shape[1] * math.log(2 * math.pi)
+        traces = torch.cholesky_solve(scatter, root).diagonal(dim1=1, dim2=2).sum(1)
+        total: Tensor = -0.5 * (sums["n"] * size + traces).sum()
+        return total
+
+    def to(self, dtype: torch.dtype) -> GaussianEmissions:
+        return GaussianEmissions(self.means.to(dtype), self.covariances.to(dtype))
+
+
+def read_vectors(rows: Tensor) -> Tensor:
+    """Rows (N, D) of numbers or NaN."""
+    rows = rows if rows.dim() == 2 else rows[:, None]
+    if bool(rows.isinf().any()):
+        raise DataError(
+            "An observation is infinite", expected="numbers, or NaN where missing", got="inf", do="check the data"
+        )
+    return rows

@@ -1,0 +1,123 @@
+"""Many sequences of different lengths: read from what users pass, and laid out in time for a scan over all at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lapis.errors import DataError
+from lapis.options import shown
+
+
+def as_sequences(value: Any) -> tuple[list[Tensor], bool]:
+    """Sequences as tensors (T,) or (T, D), and whether one came alone.
+
+    One alone is an array of one or two axes, or a list of numbers. Many are a list of such, or an array (B, T, D).
+    """
+    if isinstance(value, (Tensor, np.ndarray)):
+        array = as_real(value)
+        if array.dim() == 3:
+            return [_one(each) for each in array], False
+        return [_one(array)], True
+    if isinstance(value, (list, tuple)) and value:
+        if isinstance(value[0], (int, float)):
+            return [_one(as_real(value))], True
+        return [_one(as_real(each)) for each in value], False
+    raise _refusal(value)
+
+
+def as_real(value: Any) -> Tensor:
+    """A tensor of real numbers."""
+    try:
+        array = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+    except (TypeError, ValueError) as error:
+        raise _refusal(value) from error
+    if array.is_complex() or array.layout != torch.strided:
+        raise _refusal(value)
+    return array
+
+
+def _one(array: Tensor) -> Tensor:
+    if array.dim() not in (1, 2) or not array.numel():
+        raise _refusal(array)
+    return array
+
+
+def _refusal(value: Any) -> DataError:
+    return DataError(
+        "This is no sequence",
+        expected="an array (T,) or (T, D) with T and D at least 1, or a list of such",
+        got=shown(value),
+        do="pass a list of sequences, or one",
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of sequences, one after the other, lie in arrays (T, B, ...) with the longest sequence first.
+
+    So a scan over time has its running sequences in front: step t is about the first `running[t]` of them.
+    """
+
+    lengths: tuple[int, ...]
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Sequences, longest first."""
+        return sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
+
+    @cached_property
+    def running(self) -> list[int]:
+        """Sequences longer than t, for each t."""
+        longest = max(self.lengths)
+        ended = np.bincount(self.lengths, minlength=longest + 1)
+        return [int(n) for n in len(self.lengths) - ended.cumsum()[:longest]]
+
+    @cached_property
+    def time(self) -> Tensor:
+        """t of each row, (N,)."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Place of each sequence among those sorted by length, (B,)."""
+        places = torch.empty(len(self.lengths), dtype=torch.long)
+        places[torch.tensor(self.order)] = torch.arange(len(self.lengths))
+        return places
+
+    @cached_property
+    def slot(self) -> Tensor:
+        """Place of each row's sequence, (N,)."""
+        return self.places[self.sequence]
+
+    @cached_property
+    def sequence(self) -> Tensor:
+        """Index of each row's sequence, (N,)."""
+        return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+
+    @cached_property
+    def later(self) -> Tensor:
+        """Rows that are not the first of their sequence."""
+        return (self.time > 0).nonzero()[:, 0]
+
+    def in_time(self, rows: Tensor) -> Tensor:
+        """Rows (N, ...) in an array (T, B, ...), with zeros after the ends."""
+        padded = rows.new_zeros(max(self.lengths), len(self.lengths), *rows.shape[1:])
+        return padded.index_put((self.time.to(rows.device), self.slot.to(rows.device)), rows)
+
+    def rows(self, array: Tensor) -> Tensor:
+        """Back from (T, B, ...) to rows (N, ...)."""
+        return array[self.time.to(array.device), self.slot.to(array.device)]
+
+    def last(self, array: Tensor) -> Tensor:
+        """The last step of each sequence, (B, ...), in the order of the sequences."""
+        return array[torch.tensor(self.lengths) - 1, self.places]
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """Rows (N, ...) as one tensor a sequence."""
+        return list(torch.split(rows, list(self.lengths)))
