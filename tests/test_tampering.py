@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import lapis
 import tampering
 
 
@@ -27,3 +28,15 @@ def test_killed_works_go_on() -> None:
     ended = subprocess.run(kit, capture_output=True, text=True, check=False, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("2 kills") == 2
+
+
+@pytest.mark.parametrize(("name", "basis"), [("ekfac", "state.block.0.outputs"), ("lowrank", "state.block.0.vectors")])
+def test_bases_that_are_not_orthonormal_are_refused_whoever_sealed_them(name: str, basis: str, tmp_path: Path) -> None:
+    case = tampering.posterior_case(name, tmp_path)
+    header, tensors = tampering.parts(case.path)
+    tampering.rewrite(tmp_path / "same", header, tensors, "seal", case.key)
+    case.use(tmp_path / "same")
+    tensors[basis].reshape(-1)[0] += 0.1
+    tampering.rewrite(tmp_path / "other", header, tensors, "seal", case.key)
+    with pytest.raises(lapis.FileError, match="orthonormal"):
+        case.use(tmp_path / "other")

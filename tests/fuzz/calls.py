@@ -36,6 +36,7 @@ def words(text: str) -> frozenset[str]:
 RESULTS = words("""
     Comparison Reliability CGProgress CGResult CGState Eigenpairs Estimate LanczosResult QuadratureEstimate SGDResult
     SGDState SpectralQuadrature sgd style Bootstrap RiskCoverage Run Round History
+    Derivation Derivations
 """)
 """Classes that functions return and nobody makes, and functions of such objects."""
 

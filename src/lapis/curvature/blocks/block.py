@@ -21,7 +21,10 @@ from lapis.curvature.moments import weighted
 from lapis.curvature.recording.sites import Site
 from lapis.errors import StructureError
 from lapis.priors import WeightPrior
-from lapis.schema import tensor
+from lapis.schema import tensor, wrong
+
+ORTHONORMAL = 1e-3
+"""Bases in files may be as far from orthonormal: far above the rounding of float32, in which they may be found."""
 
 
 class Block(ABC):
@@ -36,6 +39,8 @@ class Block(ABC):
     """Whether layer inputs a enter only through the sum of a a^T over positions, which may be formed directly."""
     nonnegative: ClassVar[tuple[str, ...]] = ()
     """Tensors of the state without negative entries."""
+    orthonormal: ClassVar[tuple[str, ...]] = ()
+    """Tensors of the state whose rows are orthonormal."""
     summed: ClassVar[str] = ""
     """The tensor that is a sum over seeds, if sums over single outputs give those over all (see `combine`); else ""."""
 
@@ -145,10 +150,14 @@ class Block(ABC):
     def check_state(self, state: dict[str, Tensor], part: bool = False) -> dict[str, Tensor]:
         """A `state`, or a `part_state`, from a file; FileError unless the tensors are of this block's layout."""
         names = [name for name in self.layout() if not part or name in state]
-        return {
+        found = {
             name: tensor(state, name, self.layout()[name], least=0.0 if name in self.nonnegative else None)
             for name in names
         }
+        for name in self.orthonormal:
+            if name in found and not _has_orthonormal_rows(found[name]):
+                raise wrong(name, "orthonormal rows", "others")
+        return found
 
     def part_state(self, first: bool) -> dict[str, Tensor]:
         """What `load` needs for a block that is to be combined with others, or is the first of these."""
@@ -217,6 +226,12 @@ class Block(ABC):
         copy.load({name: tensor.clone() for name, tensor in self.state().items()})
         copy.inherit([self])
         return copy
+
+
+def _has_orthonormal_rows(rows: Tensor) -> bool:
+    """Whether Q Q^T v = v for a random v and rows Q (..., r, n): products with vectors only."""
+    v = torch.randn(*rows.shape[:-1], 1, dtype=rows.dtype, generator=torch.Generator().manual_seed(0))
+    return bool(torch.isclose(rows @ (rows.mT @ v), v, rtol=0, atol=ORTHONORMAL).all())
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class EKFACBlock(Block):
 
     kind = "ekfac"
     nonnegative = ("moments",)
+    orthonormal = ("outputs", "inputs")
     summed = "moments"
 
     def __init__(self, sites: Sequence[Site], sharing: str = "expand", bias: str = "joint") -> None:

@@ -60,6 +60,7 @@ class LowRankBlock(Block):
 
     kind = "lowrank"
     nonnegative = ("values",)
+    orthonormal = ("vectors",)
     takes_rows = True
 
     def __init__(self, sites: Sequence[Site]) -> None:
