@@ -47,7 +47,7 @@ help:
 	@echo "              (TORCH_INDEX=<url>: an index with CPU builds of torch, which save a download of gigabytes)"
 	@echo "make test-torch TORCH=2.6.0  run the tests on another version of torch, in a virtual environment of its own"
 	@echo "make bench   set up the peers beside Lapis in .venv-bench, then measure both (BENCH_ARGS=--help tells more)"
-	@echo "make peer-test  compare log evidences with laplace-torch, in .venv-bench"
+	@echo "make peer-test  compare with laplace-torch and ivon-opt, in .venv-bench"
 	@echo "make fuzz N=20000 SEED=0  random calls of the whole interface, in two processes; exit code 1 on any finding"
 	@echo "make sbc     simulation-based calibration: are posteriors right on average? (SBC_ARGS=--help tells more)"
 	@echo "make format  rewrite the code the way 'make test' wants it"
@@ -90,10 +90,10 @@ test-torch:
 	@$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
 	   --deselect tests/test_repository.py::test_every_installed_dependency_is_the_pinned_one
 
-# Optional: the same numbers as laplace-torch where both mean the same. The peers live in .venv-bench only.
+# Optional: the same numbers as laplace-torch and ivon-opt where both mean the same. The peers live in .venv-bench only.
 peer-test: $(BENCH_READY)
 	@$(BENCH_PIP) install --quiet -c constraints.txt pytest pytest-xdist
-	@$(BENCH_BIN)/python -m pytest -n0 -s tests/test_laplace_torch.py
+	@$(BENCH_BIN)/python -m pytest -n0 -s tests/test_laplace_torch.py tests/test_ivon_opt.py
 
 bench: $(BENCH_READY)
 	@$(BENCH_BIN)/python -m benchmarks $(BENCH_ARGS)

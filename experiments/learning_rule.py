@@ -88,14 +88,14 @@ def perceptron_of_mnist() -> nn.Module:
 
 
 SETTINGS = {
-    "MNIST, MLP": Setting(images("mnist", "fashion_mnist"), perceptron_of_mnist, 20, binary=True),
-    "Fashion-MNIST, MLP": Setting(images("fashion_mnist", "mnist"), perceptron_of_mnist, 20),
-    "MNIST, LeNet": Setting(images("mnist", "fashion_mnist"), lenet, 20),
-    "Fashion-MNIST, LeNet": Setting(images("fashion_mnist", "mnist"), lenet, 20),
-    "CIFAR-10, LeNet": Setting(images("cifar10_small", "cifar100_ood"), lenet_in_colour, 20),
-    "CIFAR-10, ResNet-20": Setting(images("cifar10_small", "cifar100_ood"), partial(resnet, 3, (16, 32, 64), 3, 1), 10),
+    "MNIST MLP": Setting(images("mnist", "fashion_mnist"), perceptron_of_mnist, 20, binary=True),
+    "Fashion-MNIST MLP": Setting(images("fashion_mnist", "mnist"), perceptron_of_mnist, 20),
+    "MNIST LeNet": Setting(images("mnist", "fashion_mnist"), lenet, 20),
+    "Fashion-MNIST LeNet": Setting(images("fashion_mnist", "mnist"), lenet, 20),
+    "CIFAR-10 LeNet": Setting(images("cifar10_small", "cifar100_ood"), lenet_in_colour, 20),
+    "CIFAR-10 ResNet-20": Setting(images("cifar10_small", "cifar100_ood"), partial(resnet, 3, (16, 32, 64), 3, 1), 10),
 }
-QUICK = {"digits, MLP": Setting(small_digits, lambda: perceptron(64, (32,), 8), 20, binary=True)}
+QUICK = {"digits MLP": Setting(small_digits, lambda: perceptron(64, (32,), 8), 20, binary=True)}
 
 
 # -- training -----------------------------------------------------------------------------------------------
@@ -239,13 +239,13 @@ def work(loaded: tuple[Setting, Images, int, bool], column: str) -> Row:
 # -- the page -----------------------------------------------------------------------------------------------
 
 
-def moons(seed: int) -> tuple[Tensor, Tensor]:
+def moons(seed: int, count: int = 2000) -> tuple[Tensor, Tensor]:
     source = torch.Generator().manual_seed(seed)
-    angle = torch.rand(200, generator=source) * torch.pi
+    angle = torch.rand(count, generator=source) * torch.pi
     upper = torch.stack([angle.cos(), angle.sin()], 1)
     lower = torch.stack([1 - angle.cos(), 0.5 - angle.sin()], 1)
-    label = torch.arange(200) % 2
-    x = torch.where(label[:, None] == 0, upper, lower) + 0.15 * torch.randn(200, 2, generator=source)
+    label = torch.arange(count) % 2
+    x = torch.where(label[:, None] == 0, upper, lower) + 0.15 * torch.randn(count, 2, generator=source)
     return (x - x.mean(0)) / x.std(0), label
 
 
@@ -255,7 +255,7 @@ def binary_picture(chosen: argparse.Namespace) -> str:
     x, y = moons(0)
     features = torch.cat([x, torch.ones(len(x), 1)], 1)
     model = binary_network(3, 64, 2)
-    optimiser = lapis.optim.BayesBiNN(model.parameters(), lr=1e-3, data_size=len(x), temperature=1.0, start=1.0)
+    optimiser = lapis.optim.BayesBiNN(model.parameters(), lr=3e-3, data_size=len(x), temperature=0.1, start=1.0)
     steps = 200 if chosen.quick else 3000
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
 
@@ -283,8 +283,10 @@ def binary_picture(chosen: argparse.Namespace) -> str:
     }
     figure, axes = plt.subplots(1, 3, figsize=(12, 4), constrained_layout=True)
     for at, (title, value) in zip(axes, shown.items(), strict=True):
-        picture = at.imshow(value.reshape(80, 80).T, origin="lower", extent=(-2.5, 2.5, -2.5, 2.5), cmap="RdBu_r")
-        at.scatter(*x.T, c=y, s=6, cmap="RdBu_r", edgecolors="k", linewidths=0.3)
+        picture = at.imshow(
+            value.reshape(80, 80).T, origin="lower", extent=(-2.5, 2.5, -2.5, 2.5), cmap="RdBu_r", vmin=0
+        )
+        at.scatter(*x[:200].T, c=y[:200], s=6, cmap="RdBu_r", edgecolors="k", linewidths=0.3)
         at.set_title(title, fontsize=9)
         figure.colorbar(picture, ax=at, shrink=0.8)
     chosen.figures.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,68 @@
+"""Two processes of torch.distributed: the same run as one process with the same draws, or with the whole batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+
+from lapis.optim import IVON, VOGN
+from test_optim import N, batch, loss_of, network, weights
+
+STEPS = 3
+
+
+def made(kind: str, model: Any, **options: Any) -> Any:
+    if kind == "vogn":
+        return VOGN(model, lr=0.02, data_size=N, hess_init=0.1, betas=(0.9, 0.95), **options)
+    return IVON(model.parameters(), lr=0.1, data_size=N, betas=(0.9, 0.95), **options)
+
+
+def half(number: int, rank: int) -> tuple[Tensor, Tensor]:
+    x, y = batch(number)
+    return x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4]
+
+
+def run(rank: int, folder: str) -> None:
+    """One of two processes; leaves its weights in a file for each way to train."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    found = {}
+    for kind in ("ivon", "vogn", "parallel"):
+        model = network()
+        optimiser = made(kind, model, synchronise=kind != "parallel")
+        called = torch.nn.parallel.DistributedDataParallel(model) if kind == "parallel" else model
+        for number in range(STEPS):
+            optimiser.zero_grad()
+            with optimiser.sampled():
+                loss_of(called, *half(number, rank)).backward()
+            optimiser.step()
+        found[kind] = weights(model)
+    torch.save(found, f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def alone(kind: str) -> Tensor:
+    """One process: two draws a step, one for each half of the batch; or one draw for the whole."""
+    model = network()
+    optimiser = made(kind, model)
+    for number in range(STEPS):
+        optimiser.zero_grad()
+        for rank in range(1 if kind == "parallel" else 2):
+            with optimiser.sampled():
+                whole = kind == "parallel"
+                loss = loss_of(model, *batch(number)) if whole else loss_of(model, *half(number, rank)) / 2
+                loss.backward()
+        optimiser.step()
+    return weights(model)
+
+
+def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    for kind, value in first.items():
+        assert torch.equal(value, second[kind]), kind
+        assert torch.allclose(value, alone(kind), rtol=1e-9), kind
