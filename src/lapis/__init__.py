@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lapis import decisions, latent, learning_rule, metrics, optim
+from lapis import decisions, latent, learning_rule, lifelong, metrics, optim
 from lapis.curvature.recording.listener import register_rule
 from lapis.decisions import active
 from lapis.errors import (
@@ -129,6 +129,7 @@ __all__ = [
     "laplace",
     "latent",
     "learning_rule",
+    "lifelong",
     "load",
     "merge",
     "metrics",

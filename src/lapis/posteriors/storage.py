@@ -142,7 +142,7 @@ def unpack(
             raise wrong(name, "finite numbers", "NaN or infinity")
     state = State(entry(config, "state", dict), held, data)
     with sound(f"{config['posterior']} posterior"):
-        meaning = _likelihood(entry(config, "likelihood", dict), likelihood)
+        meaning = saved_likelihood(entry(config, "likelihood", dict), likelihood)
         if meaning.noise is not None and facts.n_outputs:
             meaning.check_outputs(torch.empty(1, 1, 1).expand(1, 1, facts.n_outputs))
         return kind.from_state(state, network, meaning, facts)
@@ -220,7 +220,8 @@ def copied_module(network: Network, tensors: Mapping[str, Tensor]) -> nn.Module:
     return module
 
 
-def _likelihood(config: dict[str, Any], given: Likelihood | None) -> Likelihood:
+def saved_likelihood(config: dict[str, Any], given: Likelihood | None) -> Likelihood:
+    """The likelihood of a file; FileError unless it is the one given, or can be rebuilt."""
     if given is not None:
         if given.to_config() != config:
             raise FileError(

@@ -30,6 +30,7 @@ def fit_network(
     schedule: Literal["cosine", "constant"] = "cosine",
     batch_size: int | None = None,
     generator: torch.Generator | None = None,
+    penalty: Callable[[], Tensor] | None = None,
     on_epoch: Callable[[int, float], None] | None = None,
     progress: bool | None = None,
 ) -> tuple[float, ...]:
@@ -50,6 +51,7 @@ def fit_network(
         batch_size: for data that are not batched yet; by default 2.5e6 / number of weights, within 128 .. 2048.
         generator: source of randomness of shuffling and dropout; seeded with 0 when None. torch's global generator is
             left as it was.
+        penalty: called at every step; the 0-d tensor that it returns is added to the loss, and differentiated.
         on_epoch: called with the epoch's number, from one, and its mean loss, after each epoch.
         progress: show a bar; by default on a terminal only.
 
@@ -73,8 +75,9 @@ def fit_network(
     make = OPTIMISERS[optimiser] if isinstance(optimiser, str) else optimiser
     descent = make(parameters, budget.learning_rate)
 
-    def penalty() -> Tensor:
-        return 0.5 * weight_decay * torch.stack([p.square().sum() for p in parameters]).sum()
+    def regulariser() -> Tensor:
+        decay = 0.5 * weight_decay * torch.stack([p.square().sum() for p in parameters]).sum()
+        return decay if penalty is None else decay + penalty()
 
     losses: list[float] = []
     with restored_modes(model):
@@ -84,7 +87,7 @@ def fit_network(
             total, count = 0.0, 0
             with own_randomness(network, _seed(source)):
                 for batch in shuffled(data, network, batch_size):
-                    step = take_step(network, family, batch, descent, penalty, epoch)
+                    step = take_step(network, family, batch, descent, regulariser, epoch)
                     total, count = total + step.loss * len(batch), count + len(batch)
             descent.zero_grad()
             losses.append(total / count)

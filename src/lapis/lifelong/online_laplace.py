@@ -1,0 +1,107 @@
+"""Online Laplace approximations (Ritter, Botev and Barber 2018): the posterior of one task is the prior of the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lapis.lifelong.consolidation import consolidated
+from lapis.lifelong.learner import Learner, Task
+from lapis.posteriors.laplace.stored import LaplacePosterior
+from lapis.posteriors.storage import pack, unpack
+from lapis.schema import entry
+
+
+@dataclass(eq=False, repr=False)
+class OnlineLaplace(Learner):
+    """Bayes' rule, task after task, with Gaussian posteriors N(theta_s, A_s^-1):
+
+    mean_n l_n + strength / (2 N) (theta - theta_s)^T A_s (theta - theta_s) for a task of N examples; then
+    A_s+1 = A_s + sum_n J_n^T H_n J_n, at the weights that it was learnt with, and A_0 is the prior's precision.
+
+    For linear models with Gaussian noise and strength 1 the posterior is exactly that of all data at once. `posterior`
+    is a `LaplacePosterior`: it predicts, samples, and is saved as any other. Its evidence is not one, as the sums over
+    data belong to different weights.
+
+    Args:
+        structure: "diagonal", "kronecker" (factors of all tasks add up, as those of one data set would), or "dense".
+        strength: of the past; 1 is Bayes' rule.
+        prior: precision of the weights before the first task, about zero.
+
+    Further options: see `Learner`.
+    """
+
+    posteriors: ClassVar[bool] = True
+
+    structure: Literal["diagonal", "kronecker", "dense"] = field(default="kronecker", kw_only=True)
+    strength: float = field(default=1.0, kw_only=True)
+    prior: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._posterior: LaplacePosterior | None = None
+
+    @property
+    def posterior(self) -> LaplacePosterior:
+        """N(theta, A^-1) after all tasks learnt."""
+        if self._posterior is None:
+            super().posterior  # noqa: B018  (raises an error)
+        assert self._posterior is not None
+        return self._posterior
+
+    def _penalty(self, task: Task) -> Callable[[], Tensor]:
+        before = self._posterior
+        if before is None:
+            return lambda: 0.5 * self.prior / task.n_data * self._weights().square().sum()
+        centre, scale = before.mean, self.strength / task.n_data
+
+        def penalty() -> Tensor:
+            value: Tensor = _Quadratic.apply(self._weights() - centre, before.multiply)  # type: ignore[no-untyped-call]
+            return scale * value
+
+        return penalty
+
+    def _consolidate(self, task: Task) -> None:
+        self._posterior = consolidated(
+            self._posterior,
+            self.model,
+            task.data,
+            task.likelihood,
+            self.likelihood,
+            structure=self.structure,
+            prior=self.prior,
+            batch_size=self.batch_size,
+            progress=self.progress,
+        )
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        if self._posterior is None:
+            return {"posterior": None}, {}
+        config, tensors = pack(self._posterior)
+        return {"posterior": config}, tensors
+
+    def _load(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        saved = entry(config, "posterior", dict | None)
+        if saved is not None:
+            found = unpack(saved, tensors, self.model, "the learner's file", self.likelihood)
+            assert isinstance(found, LaplacePosterior)
+            self._posterior = found
+
+
+class _Quadratic(torch.autograd.Function):
+    """1/2 d^T A d, with gradient A d: one product with A for both."""
+
+    @staticmethod
+    def forward(ctx: Any, deviation: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+        product = multiply(deviation)
+        ctx.save_for_backward(product.to(deviation.dtype))
+        return 0.5 * (product * deviation).sum().to(deviation.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (product,) = ctx.saved_tensors
+        return gradients[0] * product, None
