@@ -201,12 +201,102 @@ def test_importances_of_synaptic_intelligence_are_path_integrals_without_the_pen
     torch.testing.assert_close(learner.centre, centre, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["categorical", "gaussian"])
+def test_the_regulariser_of_fromp_is_a_gaussian_process_of_the_predictions(name: str) -> None:
+    """Value and gradient against Jacobians, kernels and inverses written naively, after two tasks with heads."""
+    likelihood = lapis.Categorical() if name == "categorical" else lapis.Gaussian(0.3)
+    learner = lifelong.FROMP(network(), likelihood, heads=2, points=6, strength=3.0, prior=0.1, jitter=1e-4, **QUICK)
+    for number, (x, y) in enumerate(TASKS):
+        learner.learn((x, y if name == "categorical" else torch.stack([y, 1 - y], 1).double()), number)
+    model, parameters = learner.model, list(learner.model.parameters())
+
+    def link(rows: Tensor, k: int) -> Tensor:
+        f = model(rows)[:, 2 * k : 2 * k + 2]
+        return f.softmax(-1) if name == "categorical" else f
+
+    def jacobian(values: Tensor) -> Tensor:
+        grads = [torch.autograd.grad(v, parameters, retain_graph=True, allow_unused=True) for v in values]
+        return torch.stack([learner.network.gather(each) for each in grads])
+
+    def of_posterior() -> Tensor:
+        precision = torch.full((learner.network.size,), 0.1, dtype=F64)
+        weights = torch.nn.utils.parameters_to_vector(parameters).detach().clone()
+        torch.nn.utils.vector_to_parameters(first, parameters)
+        for k, (x, _) in enumerate(TASKS):
+            torch.nn.utils.vector_to_parameters(first if k == 0 else weights, parameters)
+            if name == "categorical":
+                precision += naive_fisher(model, x, [2 * k, 2 * k + 1])
+            else:
+                precision += sum(jacobian(link(x, k)[:, c]).square().sum(0) / 0.3**2 for c in range(2))
+        return precision
+
+    torch.manual_seed(0)
+    twin = lifelong.FROMP(network(), likelihood, heads=2, points=6, strength=3.0, prior=0.1, jitter=1e-4, **QUICK)
+    x, y = TASKS[0]
+    twin.learn((x, y if name == "categorical" else torch.stack([y, 1 - y], 1).double()), 0)
+    first = twin.network.flat()  # the weights at which the first task's curvature was taken
+    covariance = 1 / of_posterior()
+    held = []
+    for k, episode in enumerate(learner.memory.episodes):
+        past = link(episode.inputs, k)
+        for c in range(2):
+            j = jacobian(past[:, c])
+            held.append(
+                (k, c, past[:, c].detach(), torch.linalg.inv(j @ (covariance * j).T + 1e-4 * torch.eye(len(j))))
+            )
+    moved(learner)
+    value, gradient = penalty_of(learner, blobs(0.0, 3, 30) if name == "categorical" else (x, x), 0)
+    expected = torch.zeros((), dtype=F64)
+    for k, c, past, inverse in held:
+        gap = link(learner.memory.episodes[k].inputs, k)[:, c] - past
+        expected = expected + 1.5 * gap @ inverse @ gap
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=0)
+    wanted = learner.network.gather(torch.autograd.grad(expected, parameters))
+    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-8 * float(wanted.abs().max()))
+
+
+def test_variational_continual_learning_tracks_the_mean_field_optimum() -> None:
+    """Of a linear Gaussian model: precisions A_1 + diag of each task, means of the quadratics with these priors."""
+    tasks = linear_tasks()
+    options: dict[str, Any] = {"epochs": 350, "learning_rate": 0.03, "batch_size": 100}
+    learner = lifelong.VCL(nn.Linear(3, 2).double(), lapis.Gaussian(0.3), prior=2.0, **options)
+    precision, mean = torch.full((8,), 2.0, dtype=F64), torch.zeros(8, dtype=F64)
+    for x, y in tasks:
+        learner.learn((x, y))
+        design = torch.zeros(len(x), 2, 8, dtype=F64)
+        for c in range(2):
+            design[:, c, 3 * c : 3 * c + 3], design[:, c, 6 + c] = x, 1.0
+        rows = design.reshape(-1, 8)
+        exact = precision.diag() + rows.T @ rows / 0.3**2
+        mean = torch.linalg.solve(exact, precision * mean + rows.T @ y.reshape(-1) / 0.3**2)
+        precision = exact.diagonal()
+        torch.testing.assert_close(learner.posterior.mean, mean, rtol=0, atol=1e-4)
+        torch.testing.assert_close(learner.posterior.marginal_variance(), 1 / precision, rtol=1e-3, atol=0)
+        assert torch.equal(learner.network.flat(), learner.posterior.mean)
+
+
+def test_a_coreset_is_set_aside_and_seen_before_predictions_only() -> None:
+    learner = lifelong.VCL(network(), "classification", heads=2, coreset=6, **{**QUICK, "epochs": 10})
+    for number, task in enumerate(TASKS):
+        learner.learn(task, number)
+    assert [len(episode) for episode in learner.memory.episodes] == [6, 6]
+    assert learner.tasks[0].n_data == 40
+    assert learner._posterior is not None
+    assert learner._posterior.n_data == 34
+    assert learner.posterior.n_data == 12
+    assert torch.equal(learner.network.flat(), learner._posterior.mean)
+    torch.testing.assert_close(learner.posterior.weight_prior.mean, learner._posterior.mean)
+    assert learner.predict(TASKS[0][0], 0).probs.shape == (40, 2)  # type: ignore[attr-defined]
+
+
 # what all methods share ------------------------------------------------------------------------------------
 
 LEARNERS: dict[str, Callable[..., Learner]] = {
     "EWC": lambda model, **o: lifelong.EWC(model, "classification", strength=100.0, **o),
     "OnlineLaplace": lambda model, **o: lifelong.OnlineLaplace(model, "classification", strength=3.0, prior=0.1, **o),
     "SI": lambda model, **o: lifelong.SI(model, "classification", strength=6.0, **o),
+    "FROMP": lambda model, **o: lifelong.FROMP(model, "classification", points=10, strength=1.0, clip=None, **o),
+    "VCL": lambda model, **o: lifelong.VCL(model, "classification", prior=0.1, coreset=10, **o),
     "Replay": lambda model, **o: lifelong.Replay(model, "classification", points=10, **o),
     "Joint": lambda model, **o: lifelong.Joint(model, "classification", **o),
     "FineTuning": lambda model, **o: lifelong.FineTuning(model, "classification", **o),
@@ -218,7 +308,7 @@ LESSONS = [lifelong.Lesson(train, blobs(centre, 5, 200)) for train, centre in zi
 def test_every_method_forgets_less_than_fine_tuning(name: str) -> None:
     """One head for both tasks: classes above each other in one place, side by side in another."""
     found = {
-        key: lifelong.accuracy_matrix(lambda key=key: LEARNERS[key](network(2), **QUICK), LESSONS, method="network")
+        key: lifelong.accuracy_matrix(lambda key=key: LEARNERS[key](network(2), **QUICK), LESSONS)
         for key in (name, "FineTuning")
     }
     assert found["FineTuning"].learning() > 0.95

@@ -64,6 +64,13 @@ def consolidated(
     return replace(before, facts=facts, mean=mean, point=mean, curvature=sums)
 
 
+def precision_product(posterior: LaplacePosterior, vector: Tensor) -> Tensor:
+    """A v for a weight vector v (P,), float64."""
+    parts = posterior._to_blocks(vector.double()[None])
+    products = [gaussian.multiply(part) for gaussian, part in zip(posterior.gaussians, parts, strict=True)]
+    return posterior._to_flat(products)[0]
+
+
 def curvature_diagonal(posterior: LaplacePosterior) -> Tensor:
     """The curvature of each weight (P,), summed over the data, of a diagonal posterior; float64."""
     flat = torch.zeros(posterior.n_weights, dtype=torch.float64, device=posterior.network.device)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lapis.lifelong.consolidation import consolidated
+from lapis.lifelong.consolidation import consolidated, precision_product
 from lapis.lifelong.learner import Learner, Task
+from lapis.lifelong.posterior_file import pack_posterior, unpack_posterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
-from lapis.posteriors.storage import pack, unpack
-from lapis.schema import entry
 
 
 @dataclass(eq=False, repr=False)
@@ -60,7 +60,7 @@ class OnlineLaplace(Learner):
         centre, scale = before.mean, self.strength / task.n_data
 
         def penalty() -> Tensor:
-            value: Tensor = _Quadratic.apply(self._weights() - centre, before.multiply)  # type: ignore[no-untyped-call]
+            value: Tensor = _Quadratic.apply(self._weights() - centre, partial(precision_product, before))  # type: ignore[no-untyped-call]
             return scale * value
 
         return penalty
@@ -79,17 +79,11 @@ class OnlineLaplace(Learner):
         )
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        if self._posterior is None:
-            return {"posterior": None}, {}
-        config, tensors = pack(self._posterior)
+        config, tensors = pack_posterior(self._posterior)
         return {"posterior": config}, tensors
 
     def _load(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        saved = entry(config, "posterior", dict | None)
-        if saved is not None:
-            found = unpack(saved, tensors, self.model, "the learner's file", self.likelihood)
-            assert isinstance(found, LaplacePosterior)
-            self._posterior = found
+        self._posterior = unpack_posterior(config, tensors, self.model, self.likelihood)
 
 
 class _Quadratic(torch.autograd.Function):

@@ -224,12 +224,6 @@ class LaplacePosterior(LaplaceFamily):
             problem = tuning.tangent_problem(self, data, batch_size, tolerance, max_products)
             return tuning.checked(tuning.at_mode(self, problem, problem.begin(start), anywhere=True))
 
-    def multiply(self, vectors: Tensor) -> Tensor:
-        """Precision times weight vectors (P,) or (k, P), float64; the inverse of `solve`."""
-        parts = self._to_blocks(self.vectors(vectors).double())
-        product = self._to_flat([gaussian.multiply(part) for gaussian, part in zip(self.widened, parts, strict=True)])
-        return product.reshape(vectors.shape)
-
     def solve(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (P,) or (k, P), float64."""
         parts = self._to_blocks(self.vectors(vectors).double())
