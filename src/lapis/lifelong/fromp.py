@@ -85,7 +85,7 @@ class FROMP(Learner):
     def _regulariser(self) -> Tensor:
         """strength / 2 sum_sc (p - p_past)^T K^-1 (p - p_past), from one forward pass."""
         f = self.likelihood.canonical(self.network.call(self.memory.inputs))
-        total = f.new_zeros(())
+        total: Tensor = f.new_zeros(())
         for (episode, start, stop), anchor in zip(self.memory.spans(), self.anchors, strict=True):
             gap = on_head(self.likelihood, episode.columns).link(f[start:stop]) - anchor.means
             columns = gap.permute(1, 2, 0).unsqueeze(-1)
