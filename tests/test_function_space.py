@@ -235,3 +235,22 @@ def test_bad_input_is_refused() -> None:
         model[0].weight.add_(1.0)
     with pytest.raises(lapis.ModelError, match="changed since the fit"):
         process.kernel(new)
+
+
+def test_the_state_of_an_optimiser_is_a_process() -> None:
+    model, (x, y), new = problem("categorical")
+    optimiser = lapis.optim.Adam(model.parameters(), lr=0.01, data_size=len(x), prior_precision=2.0)
+    for _ in range(3):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    posterior = optimiser.posterior(model, "categorical")
+    process = posterior.gaussian_process()
+
+    def outputs(weights: Tensor) -> Tensor:
+        return torch.func.functional_call(model, posterior.network.unflatten(weights), (new,))
+
+    jacobian = torch.func.jacrev(outputs)(posterior.mean).flatten(0, 1)
+    expected = (jacobian * posterior.marginal_variance()) @ jacobian.mT
+    torch.testing.assert_close(process.kernel(new).reshape(10, 10), expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(process.mean(new), model(new).detach())

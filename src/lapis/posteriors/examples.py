@@ -68,8 +68,9 @@ def leave_one_out(posterior: LinearisedPosterior, data: Any, batch_size: int | N
     found = []
     for latent, targets, batch in _outputs(posterior, data, "full", batch_size, progress):
         left = _left_out(posterior, latent, targets)
-        variance = left.covariance.diagonal(dim1=-2, dim2=-1)
-        gone = LatentGaussian(left.mean, variance, left.covariance, raw_shape=latent.raw_shape)
+        covariance = left.covariance.to(latent.mean.dtype)  # which says how precisely it is known
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
+        gone = LatentGaussian(left.mean.to(covariance.dtype), variance, covariance, raw_shape=latent.raw_shape)
         found.append(posterior._predicted(gone, None, None, None).log_prob(batch.targets).double())
     return torch.cat(found)
 
