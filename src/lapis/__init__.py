@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lapis import decisions, latent, learning_rule, lifelong, metrics, optim
 from lapis.curvature.recording.listener import register_rule
 from lapis.decisions import active
+from lapis.distributed import load_statistics, statistics
 from lapis.errors import (
     DataError,
     FileError,
@@ -131,6 +132,7 @@ __all__ = [
     "learning_rule",
     "lifelong",
     "load",
+    "load_statistics",
     "merge",
     "metrics",
     "mixture",
@@ -138,6 +140,7 @@ __all__ = [
     "optim",
     "plots",
     "register_rule",
+    "statistics",
     "swag",
     "train",
     "unflatten",

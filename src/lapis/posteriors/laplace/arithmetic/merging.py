@@ -127,7 +127,7 @@ def _checked(posteriors: Sequence[Posterior]) -> list[LaplacePosterior]:
         for block in fit.curvature.blocks:
             block.check_additive(others=True)
     for number, fit in enumerate(fits[1:], 1):
-        mine, theirs = _facts(first), _facts(fit)
+        mine, theirs = agreement(first), agreement(fit)
         for name, value in mine.items():
             if theirs[name] != value:
                 raise OptionError(
@@ -160,7 +160,7 @@ def _checked(posteriors: Sequence[Posterior]) -> list[LaplacePosterior]:
     return fits
 
 
-def _facts(fit: LaplacePosterior) -> dict[str, object]:
+def agreement(fit: LaplacePosterior) -> dict[str, object]:
     """What posteriors must agree on, in the words of error messages."""
     sums = fit.curvature
     return {

@@ -1,0 +1,188 @@
+"""Sums over data as values: made anywhere, added, subtracted, saved; a posterior when a prior comes to them.
+
+    statistics(all data) = statistics(shard 1) + statistics(shard 2) + ...
+
+to rounding, for dense, diagonal and Kronecker structures: the posterior does not depend on who saw which example.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapis.curvature.sample import Sample
+from lapis.errors import DataError, OptionError
+from lapis.likelihoods import Likelihood
+from lapis.network import Weights
+from lapis.options import check_arguments
+from lapis.posteriors import LaplacePosterior, load
+from lapis.posteriors.laplace.arithmetic.merging import agreement
+from lapis.posteriors.laplace.fit import laplace
+from lapis.posteriors.laplace.subnetwork import Subnetwork
+from lapis.posteriors.posterior import MEMORY_BUDGET
+from lapis.priors import Prior
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Statistics:
+    """What some data say about the weights of a network, as sums; immutable.
+
+    Args:
+        fit: the posterior of these data under a prior precision of one, whose sums these are.
+    """
+
+    fit: LaplacePosterior
+
+    @property
+    def n_data(self) -> int:
+        """Examples in the sums."""
+        return self.fit.n_data
+
+    @property
+    def structure(self) -> str:
+        return self.fit.structure
+
+    @property
+    def digest(self) -> int:
+        """Fingerprint of the examples, whatever their order: that of a sum is the sum modulo 2^64."""
+        return self.fit.curvature.digest
+
+    def __repr__(self) -> str:
+        return f"<{self.structure} Statistics, {self.fit.n_weights:,} weights, {self.n_data:,} examples>"
+
+    def __add__(self, other: Any) -> Statistics:
+        """The sums over both data sets, which must be different ones of the same network."""
+        if not isinstance(other, Statistics):
+            return NotImplemented
+        self._check_alike(other)
+        if self.digest == other.digest:
+            raise DataError(
+                "These are statistics of the same data",
+                expected="different examples: each would count twice",
+                got=f"fingerprint {self.digest:016x} both times",
+                do="leave one of them out",
+            )
+        sums = self.fit.curvature.plus(other.fit.curvature, 1.0)
+        for batch in other.fit.sample_of_data():
+            sums.sample.add(batch)
+        return Statistics(self.fit._with_sums(sums))
+
+    def __radd__(self, other: Any) -> Statistics:
+        """So that `sum(shards)` works, which starts from 0."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
+    def __sub__(self, other: Any) -> Statistics:
+        """The sums without some of the data: those that `other` is of, each of which must be in these sums."""
+        if not isinstance(other, Statistics):
+            return NotImplemented
+        self._check_alike(other)
+        if other.n_data >= self.n_data:
+            raise DataError(
+                "Nothing would be left",
+                expected=f"statistics of fewer than {self.n_data} examples",
+                got=str(other.n_data),
+                do="subtract a part of the data",
+            )
+        sums = self.fit.curvature.plus(other.fit.curvature, -1.0)
+        sums.sample = Sample()  # it may hold examples that have left
+        rest = self.fit._with_sums(sums)
+        for block in rest.curvature.blocks:
+            block.clamp()
+        for gaussian in rest.gaussians:
+            gaussian.check()
+        return Statistics(rest)
+
+    def posterior(self, prior: Prior | float | Tensor = 1.0) -> LaplacePosterior:
+        """The Laplace posterior of these data under a prior; no pass over data."""
+        return self.fit.with_prior(prior)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sums to one file, for `lapis.load_statistics(path, model)`."""
+        self.fit.save(path)
+
+    def _check_alike(self, other: Statistics) -> None:
+        """OptionError unless both are about one network, with the same options."""
+        mine, theirs = agreement(self.fit), agreement(other.fit)
+        mine["network"], theirs["network"] = self.fit.facts.fingerprint, other.fit.facts.fingerprint
+        for name, value in mine.items():
+            if theirs[name] != value:
+                raise OptionError(
+                    f"The statistics have another {name}",
+                    expected=str(value)[:200],
+                    got=str(theirs[name])[:200],
+                    do="make them alike, with the same network",
+                )
+        for block in self.fit.curvature.blocks:
+            block.check_additive(others=True)
+
+
+def statistics(
+    model: nn.Module,
+    data: Any,
+    likelihood: str | Likelihood,
+    *,
+    structure: str = "kronecker",
+    weights: Weights | Subnetwork = "all",
+    curvature: str = "ggn",
+    generator: torch.Generator | None = None,
+    batch_size: int | None = None,
+    memory_budget: int = MEMORY_BUDGET,
+    progress: bool | None = None,
+) -> Statistics:
+    """What data say about the weights of a trained network, to be added to what other data say.
+
+    Args:
+        model: the trained network, the same wherever statistics are made.
+        data: some of the data, in any form that `lapis.laplace` takes.
+        likelihood: as in `lapis.laplace`; a noise that is not known can be tuned later.
+        structure: "dense", "diagonal" or "kronecker".
+        weights: which weights, as in `lapis.laplace`.
+        curvature: as in `lapis.laplace`.
+        generator: source of randomness for sampled curvature; seeded with 0 when not given.
+        batch_size: for data that are not batched yet.
+        memory_budget: bytes of working memory.
+        progress: show a bar; by default on a terminal only.
+
+    >>> import torch, lapis
+    >>> x = torch.linspace(-1, 1, 30)[:, None]
+    >>> model = torch.nn.Linear(1, 1)
+    >>> parts = [lapis.statistics(model, (part, 2 * part), "regression") for part in torch.split(x, 20)]
+    >>> sum(parts).posterior(prior=0.1)
+    <kronecker LaplacePosterior, 2 weights, 30 examples, gaussian>
+    """
+    check_arguments(statistics, locals(), apart=("likelihood", "weights"))
+    fit = laplace(
+        model, data, likelihood, structure=structure, weights=weights, curvature=curvature, generator=generator,
+        batch_size=batch_size, memory_budget=memory_budget, progress=progress,
+    )  # fmt: skip
+    if not isinstance(fit, LaplacePosterior):
+        raise _no_sums(structure)
+    for block in fit.curvature.blocks:
+        block.check_additive(others=True)
+    return Statistics(fit)
+
+
+def load_statistics(path: str | os.PathLike[str], model: nn.Module, likelihood: Likelihood | None = None) -> Statistics:
+    """The statistics saved at `path`, for the same network with the same weights.
+
+    `likelihood` is needed only if it is a `Custom` one, whose function no file can hold.
+    """
+    fit = load(path, model, likelihood)
+    if not isinstance(fit, LaplacePosterior):
+        raise _no_sums(type(fit).__name__)
+    for block in fit.curvature.blocks:
+        block.check_additive(others=True)
+    return Statistics(fit)
+
+
+def _no_sums(got: str) -> OptionError:
+    return OptionError(
+        "Only stored curvature is a sum that can be added",
+        expected='structure "dense", "diagonal" or "kronecker"',
+        got=got,
+        do="choose one of these",
+    )
