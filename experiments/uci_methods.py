@@ -159,10 +159,12 @@ def kind_report(rows: list[Row], kind: str, settings: tuple[str, ...]) -> str:
 
 def figure(rows: list[Row], settings: tuple[str, ...]) -> plt.Figure:
     """Log likelihood less that of the network alone, for each method and set; one panel a kind of split."""
-    drawn, axes = plt.subplots(1, len(KINDS), figsize=(13, 4.2), layout="constrained", sharey=True, squeeze=False)
+    kinds = [kind for kind in KINDS if any(row["setting"].endswith(kind) for row in rows)]
+    size = (6.5 * len(kinds), 4.2)
+    drawn, axes = plt.subplots(1, len(kinds), figsize=size, layout="constrained", sharey=True, squeeze=False)
     methods = [column for column in REGRESSIONS if column != "plain"]
     colours = plt.get_cmap("tab10").colors
-    for axis, kind in zip(axes[0], KINDS, strict=True):
+    for axis, kind in zip(axes[0], kinds, strict=True):
         names = [each for each in settings if each.endswith(kind) and by_column(rows, each, ["plain"])]
         for place, setting in enumerate(names):
             found = by_column(rows, setting, REGRESSIONS)
@@ -179,12 +181,10 @@ def figure(rows: list[Row], settings: tuple[str, ...]) -> plt.Figure:
         axis.axhline(0, color="black", lw=0.8)
         axis.set_yscale("symlog", linthresh=0.3)
         axis.set_xticks(range(len(names)), [each.split("/")[0] for each in names])
-        axis.set(title=f"{kind} splits", ylabel="log likelihood less plain's" if kind == KINDS[0] else "")
+        axis.set(title=f"{kind} splits", ylabel="log likelihood less plain's" if kind == kinds[0] else "")
         axis.grid(axis="y", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    if not handles:
-        handles, labels = axes[0, 1].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside right center", frameon=False)
     return drawn
 
