@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -107,6 +108,7 @@ def check_nodes(*grids: tuple[int, int]) -> None:
         )
 
 
+@cache
 def hermite(points: int) -> tuple[Tensor, Tensor]:
     """Gauss-Hermite nodes and weights for a standard normal, (points,) each; exact to degree 2 points - 1."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(points)
