@@ -167,8 +167,8 @@ def main() -> None:
     theta, bayes = math.log(8) / 4, runs[1][2].q
     error = max(abs(float(bayes.mean) - theta - 1), abs(float(bayes.precision) - 2))
     text = (
-        f"{table(head, rows)}\n\nOn the first loss from {problem.start:g}, beside the sharp minimum (width {NARROW:g}), by"
-        " the standard deviation of the first q:\n\n"
+        f"{table(head, rows)}\n\nOn the first loss from {problem.start:g}, beside the sharp minimum "
+        f"(width {NARROW:g}), by the standard deviation of the first q:\n\n"
         f"{table(('sd at the start', 'minimum', 'mean', 'E[loss] - H'), ends)}\n\n"
         f"On the wall the known solution (mean {theta + 1:.6f}, precision 2) is met to {error:.1e}.\n\n"
         "![Iterates](../figures/bayes_against_optimisation.png)"
