@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from lapis.likelihoods import Likelihood
-from lapis.optim.gaussian import gaussian_posterior
+from lapis.optim.gaussian import WithProcess, gaussian_posterior
 from lapis.optim.sampling import SamplingOptimizer, check_betas, state_dtype
 from lapis.options import check_arguments, check_positive
 from lapis.posteriors.factored import FactoredPosterior
 from lapis.posteriors.posterior import MEMORY_BUDGET
 
 
-class DiagonalOptimizer(SamplingOptimizer):
+class DiagonalOptimizer(WithProcess, SamplingOptimizer):
     """N(m, 1 / (N (h + d + c))) with a Hessian h of the mean loss, d = prior precision / N, and damping c.
 
     N is data_size / temperature. The mean moves by m <- m - rate clip((v / (1 - b1^t) + d m) / (h + d + c)), with the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,11 @@ from torch.optim import Optimizer
 
 from lapis.batches import check_repeatable
 from lapis.errors import ModelError
+from lapis.function_space import GaussianProcess
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network
+from lapis.options import check_arguments
 from lapis.posteriors.factored import FactoredPosterior
 from lapis.posteriors.posterior import Facts
 
@@ -56,3 +59,31 @@ def gaussian_posterior(
     flat = torch.cat([precisions[p].reshape(-1).to(network.device) for p in network.parameters.values()])
     mean = network.flat()
     return FactoredPosterior(network, family, facts, mean, mean, flat.rsqrt().to(network.dtype))
+
+
+class WithProcess:
+    """An optimiser whose Gaussian over the weights, at any moment of training, is a Gaussian process over functions."""
+
+    def posterior(self, model: nn.Module, likelihood: str | Likelihood) -> FactoredPosterior:
+        """The posterior now."""
+        raise NotImplementedError
+
+    def gaussian_process(
+        self, model: nn.Module, likelihood: str | Likelihood = "regression", *, link: bool = False
+    ) -> GaussianProcess:
+        """The Gaussian process that the network and the optimiser's moments are now: mean f(x), kernel J Sigma J^T.
+
+        It belongs to a copy of the model, so that training may go on: the sequence of them is the sequence of
+        processes that training goes through.
+
+        Args:
+            model: the network that is being trained.
+            likelihood: see `lapis.laplace`; what the outputs mean.
+            link: the process of E[y | f]; see `Posterior.gaussian_process`.
+        """
+        check_arguments(WithProcess.gaussian_process, locals(), apart=("likelihood",))
+        now = self.posterior(model, likelihood)
+        old = now.network
+        network = Network(copy.deepcopy(old.module), lambda name, _: name in old.names)
+        facts = replace(now.facts, fingerprint=network.fingerprint())
+        return replace(now, network=network, facts=facts).gaussian_process(link=link)

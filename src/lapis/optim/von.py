@@ -16,7 +16,7 @@ from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import flat_gradient
 from lapis.optim.diagonal import scales
-from lapis.optim.gaussian import facts_of, trained_network
+from lapis.optim.gaussian import WithProcess, facts_of, trained_network
 from lapis.optim.sampling import SamplingOptimizer, Statistics, check_betas
 from lapis.options import check_arguments
 from lapis.posteriors.factored import FactoredPosterior
@@ -26,7 +26,7 @@ MOST_WEIGHTS = 4000
 """Hessians and factorisations of more weights take minutes a step."""
 
 
-class VON(SamplingOptimizer):
+class VON(WithProcess, SamplingOptimizer):
     r"""The learning rule for a Gaussian with full covariance and the exact Hessian, for some hundred weights.
 
     With N = `data_size` / `temperature`, d = `prior_precision` / N, S = H + d I and rho = 1 - `beta`, a step draws
