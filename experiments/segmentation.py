@@ -1,6 +1,6 @@
 """Segmentation with doubt for every pixel: digits scattered over textured ground, and objects never seen.
 
-The script makes the images (28 x 28 pixels; 96 for training, 4 for the test): smooth noise and stripes for ground, in
+The script makes the images (28 x 28 pixels; 128 for training, 4 for the test): smooth noise and stripes for ground, in
 each quarter perhaps a digit 0 to 3. A small U-net (26,749 weights) says for every pixel whether it is ground or which
 digit. Half of the test images also hold a digit 4 to 9, which no training image has. Doubt should be large on
 boundaries between classes, on these unknown objects, and where the network is wrong. Laplace posteriors have prior
@@ -74,7 +74,7 @@ def small_digits() -> Labelled:
     return torch.from_numpy(found.images).float()[:, :7, :7] / 16, torch.from_numpy(found.target)
 
 
-SETTINGS = {"mnist": Setting(28, mnist_digits, 96, 4, Training(40, rate=3e-3, batch=16))}
+SETTINGS = {"mnist": Setting(28, mnist_digits, 128, 4, Training(75, rate=6e-3, batch=16))}
 QUICK = {"digits": Setting(16, small_digits, 64, 4, Training(30, rate=1e-2, batch=16))}
 
 
