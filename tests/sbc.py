@@ -30,21 +30,24 @@ FEATURES, OUTPUTS = 3, 2
 ALARM = 1e-3
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "sbc.md"
 
-Fit = Callable[[nn.Module, Any, Any], Any]
+Fit = Callable[[nn.Module, Any, Any, torch.Generator], Any]
+"""From a model, data, a likelihood and a source of randomness to a posterior."""
 
 
 def structure(name: str, **options: Any) -> Fit:
-    return lambda model, data, likelihood: lapis.laplace(
+    return lambda model, data, likelihood, _: lapis.laplace(
         model, data, likelihood, structure=name, prior=PRIOR, weights="all", **options
     )
 
 
-def drawn(model: nn.Module, data: Any, likelihood: Any) -> Any:
-    return lapis.laplace(model, data, likelihood, structure="implicit", prior=PRIOR).draw(19)
+def drawn(model: nn.Module, data: Any, likelihood: Any, generator: torch.Generator) -> Any:
+    """Drawn anew for every simulation: under the same noise ranks would not be uniform."""
+    posterior = lapis.laplace(model, data, likelihood, structure="implicit", prior=PRIOR)
+    return posterior.draw(19, generator=generator)
 
 
-def refined(model: nn.Module, data: Any, likelihood: Any) -> Any:
-    return structure("dense")(model, data, likelihood).refine(data, tolerance=1e-6)
+def refined(model: nn.Module, data: Any, likelihood: Any, generator: torch.Generator) -> Any:
+    return structure("dense")(model, data, likelihood, generator).refine(data, tolerance=1e-6)
 
 
 FITS: dict[str, Fit] = {
@@ -124,7 +127,7 @@ def ranks(kind: Model, fits: dict[str, Fit], simulations: int, draws: int, seed:
         model, data, theta = simulate(kind, generator)
         direction = torch.randn(len(theta), dtype=F64, generator=generator)
         for name, fit in fits.items():
-            sampled = fit(model, data, kind.likelihood).sample(draws, generator=generator)
+            sampled = fit(model, data, kind.likelihood, generator).sample(draws, generator=generator)
             below = torch.cat([sampled < theta, ((sampled - theta) @ direction < 0)[:, None]], 1)
             found[name].append(below.sum(0))
     return {name: torch.stack(rows) for name, rows in found.items()}

@@ -151,6 +151,9 @@ def methods(thing: Any, called: str, w: World) -> list[Target]:
         if isinstance(thing, torch.optim.Optimizer) and name not in OF_OPTIMISERS:
             continue
         what = inspect.getattr_static(type(thing), name)
+        function = getattr(what, "__func__", what)
+        if inspect.isfunction(function) and not function.__module__.startswith("lapis"):
+            continue  # inherited from Python or torch, whose errors are theirs
         kinds = {"likelihood": lapis.Likelihood, "family": Family}
         place = (name, type(thing).__name__, *(word for word, kind in kinds.items() if isinstance(thing, kind)))
         if isinstance(what, (property, cached_property)):
