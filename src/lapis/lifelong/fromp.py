@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapis.errors import NotPositiveDefiniteError
 from lapis.lifelong.consolidation import consolidated
-from lapis.lifelong.heads import on_head
+from lapis.lifelong.heads import Columns, on_head
 from lapis.lifelong.learner import Learner, Task
 from lapis.lifelong.memory import Choice, Memory, choose_examples
 from lapis.lifelong.posterior_file import pack_posterior, unpack_posterior
@@ -80,17 +80,32 @@ class FROMP(Learner):
         return task
 
     def _penalty(self, task: Task) -> Callable[[], Tensor] | None:
-        return self._regulariser if self.tasks else None
-
-    def _regulariser(self) -> Tensor:
-        """strength / 2 sum_sc (p - p_past)^T K^-1 (p - p_past), from one forward pass."""
-        f = self.likelihood.canonical(self.network.call(self.memory.inputs))
-        total: Tensor = f.new_zeros(())
+        if not self.tasks:
+            return None
+        alike: dict[tuple[Columns, int], list[tuple[int, int, Anchor]]] = {}
         for (episode, start, stop), anchor in zip(self.memory.spans(), self.anchors, strict=True):
-            gap = on_head(self.likelihood, episode.columns).link(f[start:stop]) - anchor.means
-            columns = gap.permute(1, 2, 0).unsqueeze(-1)
-            total = total + (columns * (anchor.inverse @ columns)).sum()
-        return 0.5 * self.strength * total
+            alike.setdefault((episode.columns, len(episode)), []).append((start, stop, anchor))
+        groups = [
+            (
+                on_head(self.likelihood, columns),
+                torch.cat([torch.arange(start, stop, device=self.network.device) for start, stop, _ in held]),
+                torch.stack([anchor.means for _, _, anchor in held]),
+                torch.stack([anchor.inverse for _, _, anchor in held]),
+            )
+            for (columns, _), held in alike.items()
+        ]
+
+        def regulariser() -> Tensor:
+            """strength / 2 sum_sc (p - p_past)^T K^-1 (p - p_past): one forward pass, tasks with one head together."""
+            f = self.likelihood.canonical(self.network.call(self.memory.inputs))
+            total: Tensor = f.new_zeros(())
+            for likelihood, rows, means, inverse in groups:
+                gap = likelihood.link(f[rows]).reshape(means.shape) - means
+                columns = gap.permute(0, 2, 3, 1).unsqueeze(-1)
+                total = total + (columns * (inverse @ columns)).sum()
+            return 0.5 * self.strength * total
+
+        return regulariser
 
     def _make_optimiser(self, parameters: list[Tensor], rate: float) -> torch.optim.Optimizer:
         optimiser = super()._make_optimiser(parameters, rate)

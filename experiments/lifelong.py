@@ -1,0 +1,363 @@
+"""Life-long learning: accuracy on all tasks after the last, and what was forgotten, of eight methods.
+
+Permuted MNIST: 10 tasks, each with the pixels in another order, one head of 10 classes, a network 784-100-100-10. Split
+MNIST: 5 tasks of two digits each, 784-256-256-10, with a head for every task, or all tasks telling even from odd digits
+with one head of two outputs. The same with Fashion-MNIST. Points: FROMP on split MNIST with 1 to 40 examples a task,
+memorable or random. Toy: five pairs of clouds in the plane, one head, with a picture of the boundary after every task.
+All images of a data set are used. Published figures are those of Pan et al. (2020) for FROMP, and of the papers of the
+other methods, whose settings differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from common import COLOURS, table
+from methods import command
+from methods.images import small_digits
+from methods.rows import NotThere, Row, read
+from methods.tables import by_column, mean, scored
+from torch import Tensor, nn
+from trust.data import Labelled, pixels_of
+
+from lapis import lifelong
+from lapis.lifelong import Learner, Lesson
+
+Made = Callable[[nn.Module, dict[str, Any]], Learner]
+
+PUBLISHED = {
+    "permuted": {"FROMP": 0.949, "VCL": 0.90, "VCL, coreset": 0.93, "EWC": 0.84, "SI": 0.86},
+    "split": {"FROMP": 0.990, "VCL": 0.970, "VCL, coreset": 0.984, "EWC": 0.631, "SI": 0.989},
+}
+FROMP_OF = {
+    "permuted": {"strength": 0.5, "learning_rate": 1e-3, "epochs": 10, "prior": 1e-5, "jitter": 1e-5, "clip": 0.005},
+    "split": {"strength": 10.0, "learning_rate": 1e-4, "epochs": 15, "prior": 1e-3, "jitter": 1e-6, "clip": 1.0},
+    "toy": {"strength": 1.0, "learning_rate": 1e-2, "epochs": 60, "prior": 1e-2, "jitter": 1e-4, "clip": None},
+}
+"""The paper's settings; those of the toy are our own."""
+
+STRENGTHS = {
+    "permuted": {"EWC": 100.0, "OnlineLaplace": 1.0, "SI": 0.1},
+    "split": {"EWC": 1000.0, "OnlineLaplace": 1.0, "SI": 1.0},
+    "toy": {"EWC": 100.0, "OnlineLaplace": 3.0, "SI": 3.0},
+}
+"""Chosen on a first run of seed 0, by powers of ten."""
+
+POINTS = {"permuted": 200, "split": 40, "toy": 20}
+TRAINING = {
+    "permuted": {"epochs": 10, "learning_rate": 1e-3, "batch_size": 128},
+    "split": {"epochs": 10, "learning_rate": 1e-3, "batch_size": 128},
+    "toy": {"epochs": 60, "learning_rate": 1e-2, "batch_size": 50},
+}
+VARIATIONAL = {
+    "permuted": {"epochs": 20, "batch_size": 256},
+    "split": {"epochs": 60, "batch_size": 256},
+    "toy": {"epochs": 300},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    title: str
+    kind: str
+    """Of which the options are: "permuted", "split" or "toy"."""
+    lessons: Callable[[int], list[Lesson]]
+    make: Callable[[], nn.Module]
+    heads: int | None = None
+    columns: tuple[str, ...] = ()
+    """Only these, where given."""
+    shorter: dict[str, Any] = field(default_factory=dict)
+    """Options that make a run quick."""
+
+
+def options(setting: Setting, seed: int, **own: Any) -> dict[str, Any]:
+    shared = {"heads": setting.heads, "generator": torch.Generator().manual_seed(seed), "progress": False}
+    return {**TRAINING[setting.kind], **own, **setting.shorter, **shared}
+
+
+def fromp(setting: Setting, seed: int, model: nn.Module, **own: Any) -> Learner:
+    given = {**FROMP_OF[setting.kind], "points": POINTS[setting.kind], "schedule": "constant", **own}
+    return lifelong.FROMP(model, "classification", **options(setting, seed, **given))
+
+
+def learner(setting: Setting, column: str, seed: int, model: nn.Module) -> Learner:
+    """A new learner for a column of the table."""
+    strengths, points = STRENGTHS[setting.kind], POINTS[setting.kind]
+    if column.startswith("FROMP"):
+        own = {"choice": "random"} if "random" in column else {}
+        if "points" in column:
+            own["points"] = int(column.split()[1])
+        return fromp(setting, seed, model, **own)
+    make: dict[str, tuple[type[Learner], dict[str, Any]]] = {
+        "FineTuning": (lifelong.FineTuning, {}),
+        "Joint": (lifelong.Joint, {}),
+        "EWC": (lifelong.EWC, {"strength": strengths["EWC"]}),
+        "OnlineLaplace, Kronecker": (lifelong.OnlineLaplace, {"strength": strengths["OnlineLaplace"]}),
+        "OnlineLaplace, diagonal": (
+            lifelong.OnlineLaplace, {"strength": strengths["EWC"], "structure": "diagonal"}
+        ),
+        "SI": (lifelong.SI, {"strength": strengths["SI"]}),
+        "Replay": (lifelong.Replay, {"points": points}),
+        "VCL": (lifelong.VCL, VARIATIONAL[setting.kind]),
+        "VCL, coreset": (lifelong.VCL, {**VARIATIONAL[setting.kind], "coreset": points}),
+    }  # fmt: skip
+    kind, own = make[column]
+    return kind(model, "classification", **options(setting, seed, **own))
+
+
+COLUMNS = (
+    "FROMP", "EWC", "SI", "OnlineLaplace, Kronecker", "FineTuning", "Joint", "Replay", "OnlineLaplace, diagonal", "VCL",
+    "VCL, coreset", "FROMP, random",
+)  # fmt: skip
+COUNTS = (1, 5, 10, 20, 40)
+BY_POINTS = tuple(f"FROMP {n} points{how}" for n in COUNTS for how in ("", ", random"))
+
+
+# tasks -----------------------------------------------------------------------------------------------------
+
+
+def parts_of(name: str) -> tuple[Labelled, Labelled]:
+    """All images of a data set as rows of pixels in 0..1, with classes."""
+    if name == "digits":
+        images = small_digits(0, train=600)
+        return (images.train[0].flatten(1), images.train[1]), (images.test[0].flatten(1), images.test[1])
+    return tuple((pixels_of(name, part)[0].flatten(1), pixels_of(name, part)[1]) for part in ("train", "test"))  # type: ignore[return-value]
+
+
+def permuted(name: str, tasks: int, seed: int) -> list[Lesson]:
+    train, test = parts_of(name)
+    lessons = []
+    for number in range(tasks):
+        source = torch.Generator().manual_seed(1000 * seed + number)
+        order = torch.randperm(train[0].shape[1], generator=source)
+        lessons.append(Lesson((train[0][:, order], train[1]), (test[0][:, order], test[1])))
+    return lessons
+
+
+def split(name: str, tasks: int, heads: bool) -> list[Lesson]:
+    """Two classes a task, 2k and 2k + 1."""
+    train, test = parts_of(name)
+
+    def pair(part: Labelled, number: int) -> Labelled:
+        x, y = part
+        own = y // 2 == number
+        return x[own], y[own] % 2
+
+    return [Lesson(pair(train, k), pair(test, k), k if heads else None) for k in range(tasks)]
+
+
+def clouds(seed: int) -> list[Lesson]:
+    """Five tasks along a circle: two clouds each, one within the circle and one without, by turns."""
+
+    def drawn(number: int, count: int, source: torch.Generator) -> Labelled:
+        angle = torch.tensor(2 * torch.pi * number / 5)
+        y = torch.arange(count) % 2
+        inner = (y == number % 2).float()
+        radius = 3.0 - 1.6 * inner
+        centre = torch.stack([angle.cos() * radius, angle.sin() * radius], 1)
+        return centre + 0.35 * torch.randn(count, 2, generator=source), y
+
+    source = torch.Generator().manual_seed(seed)
+    return [Lesson(drawn(k, 200, source), drawn(k, 200, source)) for k in range(5)]
+
+
+def perceptron(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for i in range(len(widths) - 1):
+        layers += [nn.Linear(widths[i], widths[i + 1]), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def of_images(name: str, short: str) -> dict[str, Setting]:
+    return {
+        f"{short}split": Setting(
+            f"Split {name}, a head a task", "split", lambda _: split(name, 5, True),
+            lambda: perceptron(784, 256, 256, 10), 2,
+        ),
+        f"{short}permuted": Setting(
+            f"Permuted {name}", "permuted", lambda seed: permuted(name, 10, seed), lambda: perceptron(784, 100, 100, 10)
+        ),
+        f"{short}single": Setting(
+            f"Split {name}, one head", "split", lambda _: split(name, 5, False), lambda: perceptron(784, 256, 256, 2)
+        ),
+    }  # fmt: skip
+
+
+TOY = Setting("Clouds in the plane", "toy", clouds, lambda: perceptron(2, 50, 50, 2))
+SETTINGS = {
+    "toy": TOY,
+    **of_images("mnist", ""),
+    "points": Setting(
+        "Split mnist, FROMP by its points", "split", lambda _: split("mnist", 5, True),
+        lambda: perceptron(784, 256, 256, 10), 2, BY_POINTS,
+    ),
+    **of_images("fashion_mnist", "fashion_"),
+}  # fmt: skip
+QUICK = {
+    "toy": Setting(TOY.title, "toy", clouds, TOY.make, None, (), {"epochs": 3}),
+    "split": Setting(
+        "Split digits", "split", lambda _: split("digits", 4, True), lambda: perceptron(64, 20, 8), 2, (),
+        {"epochs": 3, "learning_rate": 1e-2},
+    ),
+    "permuted": Setting(
+        "Permuted digits", "permuted", lambda seed: permuted("digits", 3, seed), lambda: perceptron(64, 20, 8), None,
+        (), {"epochs": 3, "learning_rate": 1e-2},
+    ),
+}  # fmt: skip
+
+
+# measuring -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Problem:
+    setting: Setting
+    seed: int
+    lessons: list[Lesson]
+
+
+def new_model(problem: Problem) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(problem.seed)
+        return problem.setting.make()
+
+
+def measure(problem: Problem, column: str) -> Row:
+    """Accuracies after every task; of the network itself, but for VCL, whose predictions are averages."""
+    setting = problem.setting
+    if (column in BY_POINTS) != (setting.columns == BY_POINTS):
+        raise NotThere("not part of this setting")
+    started = time.process_time()
+    how = {} if column.startswith("VCL") else {"method": "network"}
+    model = new_model(problem)
+    found = lifelong.accuracy_matrix(
+        lambda: learner(setting, column, problem.seed, model), problem.lessons, **how
+    )  # fmt: skip
+    rows = [[round(value, 4) for value in row[: i + 1]] for i, row in enumerate(found.matrix.tolist())]
+    seconds = round(time.process_time() - started, 1)
+    return {"average": found.average(), "forgetting": found.forgetting(), "matrix": rows, "seconds": seconds}
+
+
+# pages -----------------------------------------------------------------------------------------------------
+
+
+def setting_report(rows: list[Row], name: str, setting: Setting) -> str:
+    found = by_column(rows, name, setting.columns or COLUMNS)
+    if not found:
+        return ""
+    scores: dict[str, Callable[[Row], float]] = {
+        "accuracy": lambda row: row["average"],
+        "forgetting": lambda row: row["forgetting"],
+        "seconds": lambda row: row["seconds"],
+    }
+    text = f"## {setting.title}\n\n{scored(found, scores, ('accuracy',))}"
+    known = PUBLISHED.get(name, {}) if setting is SETTINGS.get(name) else {}
+    if known:
+        text += "\n\nPublished:\n\n" + table(["method", "accuracy"], [[key, value] for key, value in known.items()])
+    return text
+
+
+def figure(rows: list[Row], settings: dict[str, Setting]) -> plt.Figure:
+    """For each setting, the mean accuracy on the tasks learnt so far, after every task; for points, against them."""
+    shown = [name for name, setting in settings.items() if by_column(rows, name, setting.columns or COLUMNS)]
+    columns = min(3, len(shown))
+    drawn, axes = plt.subplots(
+        -(-len(shown) // columns), columns, figsize=(4.6 * columns, 3.4 * -(-len(shown) // columns)),
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
+    tints = dict(zip(COLUMNS, plt.get_cmap("tab20").colors, strict=False))
+    for axis, name in zip(axes.flat, shown, strict=False):
+        setting = settings[name]
+        found = by_column(rows, name, setting.columns or COLUMNS)
+        if setting.columns:
+            for how, tint in (("", COLOURS[0]), (", random", COLOURS[1])):
+                known = [(n, found[f"FROMP {n} points{how}"]) for n in COUNTS if f"FROMP {n} points{how}" in found]
+                values = [mean([row["average"] for row in each]) for _, each in known]
+                axis.plot([n for n, _ in known], values, "o-", color=tint, label=how.strip(", ") or "memorable")
+            axis.set(xlabel="examples a task")
+        else:
+            for column, each in found.items():
+                by_task = [[mean(line) for line in row["matrix"]] for row in each]
+                values = [mean(list(column_values)) for column_values in zip(*by_task, strict=True)]
+                axis.plot(range(1, len(values) + 1), values, "o-", ms=3, lw=1.2, label=column, color=tints[column])
+            axis.set(xlabel="tasks learnt")
+        axis.set(title=setting.title, ylabel="mean accuracy so far")
+        axis.legend(fontsize=6)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes.flat[len(shown) :]:
+        axis.axis("off")
+    return drawn
+
+
+def boundaries(problem: Problem, columns: list[str], points: int = 90) -> plt.Figure:
+    """The plane as each method sees it after every task, with the data of that task bright and those before pale."""
+    reach = 4.2
+    line = torch.linspace(-reach, reach, points)
+    grid = torch.cartesian_prod(line, line).flip(1)
+    size = len(problem.lessons)
+    drawn, axes = plt.subplots(
+        len(columns), size, figsize=(2.1 * size, 2.15 * len(columns)), layout="constrained", squeeze=False
+    )
+    for row, column in zip(axes, columns, strict=True):
+        taught = learner(problem.setting, column, problem.seed, new_model(problem))
+        for number, (axis, lesson) in enumerate(zip(row, problem.lessons, strict=True)):
+            taught.learn(lesson.train, lesson.head)
+            probs: Tensor = taught.predict(grid).probs[:, 1].detach()  # type: ignore[attr-defined]
+            axis.imshow(
+                probs.reshape(points, points).numpy(), origin="lower", extent=(-reach, reach) * 2, vmin=0, vmax=1,
+                cmap="RdBu_r", interpolation="bilinear",
+            )  # fmt: skip
+            for past in range(number + 1):
+                x, y = problem.lessons[past].train
+                for label, colour in enumerate((COLOURS[0], COLOURS[1])):
+                    shade = 1.0 if past == number else 0.45
+                    axis.scatter(*x[y == label].T.numpy(), s=3, color=colour, alpha=shade, edgecolors="white", lw=0.1)
+            if isinstance(taught, (lifelong.FROMP, lifelong.Replay)):
+                axis.scatter(*taught.memory.inputs.T.numpy(), s=7, facecolors="none", edgecolors="black", lw=0.5)
+            axis.set(xticks=[], yticks=[], xlim=(-reach, reach), ylim=(-reach, reach))
+            axis.set_title(f"{column}, task {number + 1}" if number == 0 else f"task {number + 1}", fontsize=8)
+    return drawn
+
+
+def report(chosen: argparse.Namespace) -> None:
+    rows, settings = read(chosen.rows), QUICK if chosen.quick else SETTINGS
+    rows = [row for row in rows if not row.get("absent")]
+    parts = [part for name, setting in settings.items() if (part := setting_report(rows, name, setting))]
+    if not parts:
+        return
+    if "toy" in chosen.settings and not chosen.report:
+        shown = ["FineTuning", "EWC", "OnlineLaplace, Kronecker", "VCL", "FROMP", "Joint"]
+        picture = boundaries(
+            Problem(settings["toy"], 0, settings["toy"].lessons(0)), shown[-2:] if chosen.quick else shown
+        )
+        chosen.figures.mkdir(parents=True, exist_ok=True)
+        picture.savefig(chosen.figures / f"{chosen.name}_boundaries.png", dpi=130)
+        plt.close(picture)
+    parts.append(f"![The boundary after every task](../figures/{chosen.name}_boundaries.png)")
+    note = "Means over seeds ± their standard error; the best in bold. Seconds of one core."
+    about = command.About("Life-long learning", __doc__ or "", note, "Mean accuracy so far")
+    command.write_page(chosen, about, parts, rows, figure(rows, settings))
+
+
+def main() -> None:
+    every = (*COLUMNS, *BY_POINTS)
+    chosen = command.arguments("lifelong", __doc__, (SETTINGS, QUICK), (every, COLUMNS), seeds=1)
+    if not chosen.report:
+        settings = SETTINGS | (QUICK if chosen.quick else {})
+        command.fill(
+            chosen,
+            lambda name, seed: Problem(settings[name], seed, settings[name].lessons(seed)),
+            measure,
+            ("average", "forgetting", "seconds"),
+        )
+    report(chosen)
+
+
+if __name__ == "__main__":
+    main()
