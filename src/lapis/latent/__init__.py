@@ -1,6 +1,7 @@
 """Models with latent variables: expectation-maximisation and what is fitted by it."""
 
 from lapis.latent.bayesian_mixture import BayesianGaussianMixture, choose_components
+from lapis.latent.dynamics.linear_dynamics import Forecast, LinearDynamics, States
 from lapis.latent.em import Expected, Fit, LatentModel, em
 from lapis.latent.gaussian_mixture import GaussianMixture
 from lapis.latent.markov.discrete import DiscreteEmissions
@@ -12,10 +13,13 @@ __all__ = [
     "DiscreteEmissions",
     "Expected",
     "Fit",
+    "Forecast",
     "GaussianEmissions",
     "GaussianMixture",
     "HiddenMarkov",
     "LatentModel",
+    "LinearDynamics",
+    "States",
     "choose_components",
     "em",
 ]

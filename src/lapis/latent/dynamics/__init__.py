@@ -1,0 +1,1 @@
+"""Linear-Gaussian dynamics: Kalman filter and smoother, EM, forecasts."""
