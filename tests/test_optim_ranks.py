@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+import lapis
 from lapis.optim import IVON, VOGN
 from test_optim import N, batch, loss_of, network, weights
 
@@ -41,6 +43,12 @@ def run(rank: int, folder: str) -> None:
                 loss_of(called, *half(number, rank)).backward()
             optimiser.step()
         found[kind] = weights(model)
+    model = network()
+    parallel, optimiser = torch.nn.parallel.DistributedDataParallel(model), made("ivon", model, synchronise=True)
+    with optimiser.sampled():
+        loss_of(parallel, *half(0, rank)).backward()
+    with pytest.raises(lapis.OptionError, match="averaged over the ranks already"):
+        optimiser.step()
     torch.save(found, f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
 

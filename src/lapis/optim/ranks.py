@@ -63,3 +63,9 @@ class Ranks:
         total = torch.tensor(number, dtype=torch.float64, device=device)
         distributed.all_reduce(total)
         return float(total) / self.size
+
+    def agree(self, number: float, device: torch.device) -> bool:
+        """Whether all ranks have the same number, bit for bit."""
+        ends = torch.tensor([number, -number], dtype=torch.float64, device=device)
+        distributed.all_reduce(ends, distributed.ReduceOp.MAX)
+        return float(ends[0]) == -float(ends[1])

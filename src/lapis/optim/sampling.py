@@ -11,7 +11,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ class SamplingOptimizer(Optimizer):
         synchronise: average gradients and curvature over the ranks of torch.distributed, each with draws of its own.
     """
 
+    pairs_noise_with_gradients: ClassVar[bool] = True
+    """Whether the curvature comes from a draw's noise times its own gradient."""
+
     def __init__(
         self,
         params: Any,
@@ -54,6 +57,7 @@ class SamplingOptimizer(Optimizer):
         keep_freed_memory()
         self.draws = draws
         self._ranks = Ranks.joined() if synchronise else None
+        self._checked_ranks = False
         self._noise = Draws.of(generator)
         if self._ranks is not None:
             self._noise.rank, self._noise.ranks = self._ranks.rank, self._ranks.size
@@ -211,12 +215,26 @@ class SamplingOptimizer(Optimizer):
 
     def _average_over_ranks(self, ranks: Ranks) -> None:
         params = self._trainable()
+        if self.pairs_noise_with_gradients and not self._checked_ranks:
+            self._check_ranks(ranks, params)
         gradients = ranks.averaged([p.grad for p in params], params, [p.dtype for p in params])
         seen = ranks.averaged([self._seen.get(p) for p in params], params, [state_dtype(p) for p in params])
         for p, gradient in zip(params, gradients, strict=True):
             p.grad = gradient
         self._seen = {p: value for p, value in zip(params, seen, strict=True) if value is not None}
         self._examples = ranks.mean(self._examples, params[0].device)
+
+    def _check_ranks(self, ranks: Ranks, params: list[Tensor]) -> None:
+        """Raise if gradients were averaged before: they would no longer belong to this rank's draw."""
+        total = sum(float(p.grad.double().square().sum()) for p in params if p.grad is not None)
+        if ranks.size > 1 and ranks.agree(total, params[0].device):
+            raise OptionError(
+                "Gradients have been averaged over the ranks already",
+                expected="each rank's own gradients, at its own draw, with synchronise=True",
+                got="the same gradients on all ranks, as from DistributedDataParallel",
+                do="leave synchronise out, or train the plain module without DistributedDataParallel",
+            )
+        self._checked_ranks = True
 
     # parameters ------------------------------------------------------------------------------------
 
@@ -284,7 +302,7 @@ class SamplingOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = {
             name: self.__dict__[name]
-            for name in ("draws", "_ranks", "_noise", "_seen", "_examples", "_contexts", "_means")
+            for name in ("draws", "_ranks", "_checked_ranks", "_noise", "_seen", "_examples", "_contexts", "_means")
         }
         return {**super().__getstate__(), **own}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,8 @@ class VOGN(DiagonalOptimizer):
     ...     _ = optimiser.step()
     >>> prediction = optimiser.posterior(model, Gaussian(1.0)).predict(x)
     """
+
+    pairs_noise_with_gradients: ClassVar[bool] = False
 
     def __init__(
         self,
