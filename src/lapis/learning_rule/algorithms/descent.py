@@ -137,7 +137,7 @@ def ensemble_of_newton(steps: int = 6) -> Derivation:
     )  # fmt: skip
 
 
-def stationary_covariance(steps: int = 400) -> Derivation:
+def stationary_covariance(steps: int = 200) -> Derivation:
     """SGD at a constant rate on a quadratic: Sigma = (I - rate A) Sigma (I - rate A)^T + rate^2 C.
 
     The rule is linear here, so its stationary covariance under independent noise xi with covariance C is the sum of
