@@ -43,7 +43,6 @@ ARCHITECTURES = (
     "deep_linear_pooled",
     "batch_norm2d",
     "embedding_repeated",
-    "self_attention",
     "lstm",
     "tied_language_model",
     "pixels_categorical",

@@ -97,7 +97,9 @@ class ConditionedProcess(Process):
         """Matheron's rule: draws of the base, corrected by what they miss of pseudo-targets drawn with their noise."""
         *before, there = self.base._functions([*places, self.observed.inputs], samples, generator)
         s = self.factor
-        noise = torch.randn(samples, *s.shape[:2], s.shape[-1], dtype=s.dtype, generator=generator)
+        noise = torch.randn(
+            samples, *s.shape[:2], s.shape[-1], dtype=s.dtype, generator=generator, device=generator.device
+        )
         noisy = (s @ noise.to(s.device).unsqueeze(-1)).squeeze(-1)
         misses = self.observed.gradient(self.at) + _curved(s, there - self.at) + noisy
         duals = _dual(self.observed.kernel, self.solver, misses.flatten(1).mT)

@@ -50,6 +50,9 @@ class WeightKernel(ABC):
     exact: bool = False
     """Whether matrices are float64, whatever the network's dtype."""
 
+    def begin(self, inputs: Inputs) -> None:  # noqa: B027  (only kernels with a tape look at the network first)
+        """Learn what features take from some inputs, before the first are computed; while the tangent is ready."""
+
     @abstractmethod
     def features(self, inputs: Inputs) -> Features:
         """Of some examples; to be called while the tangent is ready."""
@@ -73,19 +76,20 @@ class _TapedKernel(WeightKernel):
     def __init__(self, tangent: Tangent, tape: Tape | None) -> None:
         self.tangent, self._tape = tangent, tape
 
-    def tape(self, inputs: Inputs) -> Tape:
-        """The tape, planned on these inputs if there is none yet."""
+    def begin(self, inputs: Inputs) -> None:
+        """Plan the tape on these inputs, if there is none yet."""
         if self._tape is None:
-            self._tape, _ = planned_tape(self.tangent.network, self.tangent.likelihood.canonical, inputs)
-        return self._tape
+            with self.tangent.network.prepared():
+                self._tape, _ = planned_tape(self.tangent.network, self.tangent.likelihood.canonical, inputs)
 
     @abstractmethod
     def _of(self, contributions: list[Contribution]) -> Any:
         """Features of recorded contributions, one for each site."""
 
     def features(self, inputs: Inputs) -> Features:
+        assert self._tape is not None  # begun
         with self.tangent.network.prepared():
-            record = self.tape(inputs).record(inputs)
+            record = self._tape.record(inputs)
             f = record.f.detach()
             seeds = torch.cat(list(position_seeds(unit_factor(f), f.shape[-1])))
             return Features(f.numel(), self._of(record.contributions(seeds)))
@@ -223,6 +227,7 @@ def assembled(kernel: WeightKernel, left: Inputs, right: Inputs | None) -> Tenso
     To be called while the tangent is ready.
     """
     tangent = kernel.tangent
+    kernel.begin(left)
     first = kernel.features(take(left, 0, 1))
     met = first if right is None else kernel.features(take(right, 0, 1))
     rows, columns = batch_length(left) * first.n, batch_length(left if right is None else right) * met.n
