@@ -452,6 +452,11 @@ def test_a_curvature_of_ones_own_is_used() -> None:
     )
 
 
+def test_an_expert_without_any_probability_left_has_a_finite_step() -> None:
+    q = Categorical(tensor(0.0, -1000.0))
+    assert bool(step(q, line, 0.5, "monte_carlo").mean.isfinite().all())
+
+
 def test_every_family_says_what_it_is() -> None:
     assert repr(FULL) == "<FullGaussian over 2 weights>"
     assert all(name in dir(lapis.learning_rule) for name in learning_rule.__all__)

@@ -15,7 +15,7 @@ from lapis.learning_rule.losses import Loss
 from lapis.options import check_arguments
 
 TINY = 1e-300
-"""Added to no draw, but the least that one may be: log 0 is no number."""
+"""The smallest gamma draw: one of zero has no logarithm."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -166,7 +166,8 @@ class Categorical(Family):
         if how.kind == "quadrature":
             return (loss.values(torch.eye(self.size, dtype=torch.float64)).detach(),)
         drawn = self.sample(how.samples, generator=how.generator)
-        return (loss.values(drawn).detach() @ (drawn / self.mean) / how.samples,)
+        importance = torch.where(drawn > 0, 1 / self.mean, 0.0)  # an expert with p_k = 0 is never drawn
+        return (loss.values(drawn).detach() @ importance / how.samples,)
 
 
 def distribution(name: str, value: Tensor) -> Tensor:
