@@ -133,7 +133,7 @@ def ensemble_of_newton(steps: int = 6) -> Derivation:
             gap.add((q.components[c].mean, runs[c]), (q.components[c].precision / scale, hessian / scale))
     return Derivation(
         "ensemble of Newton runs", "mixture of Gaussians", "local, rate 1", steps, gap.largest,
-        "components far apart (20 sd)",
+        "components far apart (over 40 sd)",
     )  # fmt: skip
 
 
