@@ -272,7 +272,7 @@ def risks(found: dict[str, list[Row]]) -> plt.Figure:
     for number, (column, rows) in enumerate(found.items()):
         values = [mean([row["risk"][place] for row in rows]) for place in range(len(COVERAGES))]
         axis.plot(COVERAGES, values, label=column, lw=1.6, color=("black", *COLOURS, "#7a5195")[number])
-    axis.set(xlabel="share of pixels kept (least entropy first)", ylabel="error of these", yscale="log")
+    axis.set(xlabel="share of pixels kept (least entropy first)", ylabel="error of these")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
     axis.legend(frameon=False)
