@@ -115,7 +115,8 @@ def refits(n: int, seed: int, prior: float = 0.1) -> tuple[Tensor, Tensor, Tenso
 
 
 def correlations(one: Tensor, two: Tensor) -> tuple[float, float]:
-    """Of logarithms, and of ranks."""
+    """Of logarithms, and of ranks; without examples whose change is zero because training again made no step."""
+    one, two = one[two > 0], two[two > 0]
     ranks = [each.argsort().argsort().double() for each in (one, two)]
     return (
         float(torch.corrcoef(torch.stack([one.log(), two.log()]))[0, 1]),
