@@ -64,15 +64,6 @@ class FROMP(Learner):
         super().__post_init__()
         self.memory = Memory()
         self.anchors: tuple[Anchor, ...] = ()
-        self._posterior: LaplacePosterior | None = None
-
-    @property
-    def posterior(self) -> LaplacePosterior:
-        """N(theta, Sigma) after all tasks learnt."""
-        if self._posterior is None:
-            super().posterior  # noqa: B018  (raises an error)
-        assert self._posterior is not None
-        return self._posterior
 
     def _task(self, data: Any, head: Any) -> Task:
         task = super()._task(data, head)

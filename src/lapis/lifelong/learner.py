@@ -17,7 +17,7 @@ from lapis.files import write
 from lapis.lifelong.heads import Columns, Head, Heads, latent_of_head, on_head
 from lapis.likelihoods import Likelihood, resolve
 from lapis.network import Network, full_precision
-from lapis.options import check_arguments, check_positive
+from lapis.options import check_arguments
 from lapis.posteriors.ensemble import EnsemblePosterior
 from lapis.posteriors.posterior import MEMORY_BUDGET, Facts, LatentKind, Posterior
 from lapis.posteriors.predicting.parts import latent_of_parts
@@ -101,18 +101,14 @@ class Learner(ABC):
         self.network = Network(self.model)
         for kind in type(self).__mro__:  # each in the names of its own module
             if "__init__" in vars(kind) and issubclass(kind, Learner):
-                check_arguments(kind.__init__, vars(self), signed=self._signed)
-        for name in self._signed:
-            check_positive(name, getattr(self, name), or_zero=True)
+                check_arguments(kind.__init__, vars(self))
         check_optimiser(self.optimiser)
         self.named = Heads(self.heads)
         self.source = self.generator or torch.Generator().manual_seed(0)
         self.tasks: tuple[Learned, ...] = ()
         self.outputs = 0
         """Outputs of all heads; 0 before the first task."""
-
-    _signed: ClassVar[tuple[str, ...]] = ()
-    """Options that may be zero."""
+        self._posterior: Any = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}, {self.network.size:,} weights, {len(self.tasks)} tasks learnt>"
@@ -205,14 +201,16 @@ class Learner(ABC):
     # predicting ------------------------------------------------------------------------------------
 
     @property
-    def posterior(self) -> Posterior:
-        """The posterior over the weights after all tasks; ModelError for methods without one."""
-        raise ModelError(
-            f"{type(self).__name__} has no posterior",
-            expected="OnlineLaplace, VCL or FROMP, after a task was learnt",
-            got=f"{type(self).__name__} after {len(self.tasks)} tasks",
-            do="learn a task first, or fit a posterior yourself: lapis.laplace(model, data, ...)",
-        )
+    def posterior(self) -> Any:
+        """The posterior over the weights after all tasks learnt; ModelError for methods without one."""
+        if self._posterior is None:
+            raise ModelError(
+                f"{type(self).__name__} has no posterior",
+                expected="OnlineLaplace, VCL or FROMP, after a task was learnt",
+                got=f"{type(self).__name__} after {len(self.tasks)} tasks",
+                do="learn a task first, or fit a posterior yourself: lapis.laplace(model, data, ...)",
+            )
+        return self._posterior
 
     def predict(
         self,

@@ -41,20 +41,8 @@ class OnlineLaplace(Learner):
     strength: float = field(default=1.0, kw_only=True)
     prior: float = field(default=1.0, kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._posterior: LaplacePosterior | None = None
-
-    @property
-    def posterior(self) -> LaplacePosterior:
-        """N(theta, A^-1) after all tasks learnt."""
-        if self._posterior is None:
-            super().posterior  # noqa: B018  (raises an error)
-        assert self._posterior is not None
-        return self._posterior
-
     def _penalty(self, task: Task) -> Callable[[], Tensor]:
-        before = self._posterior
+        before: LaplacePosterior | None = self._posterior
         if before is None:
             return lambda: 0.5 * self.prior / task.n_data * self._weights().square().sum()
         centre, scale = before.mean, self.strength / task.n_data

@@ -53,17 +53,14 @@ class VCL(Learner):
         super().__post_init__()
         self.memory = Memory()
         """The coresets of all tasks."""
-        self._posterior: VariationalPosterior | None = None
         self._recalled: VariationalPosterior | None = None
 
     @property
     def posterior(self) -> VariationalPosterior:
         """q after all tasks, and after the coresets if there are any: what predictions are made with."""
-        if self._posterior is None:
-            super().posterior  # noqa: B018  (raises an error)
-        assert self._posterior is not None
+        latest: VariationalPosterior = super().posterior
         if not len(self.memory):
-            return self._posterior
+            return latest
         if self._recalled is None:
             likelihood, numbers = OnMemory(self.memory, self.likelihood), torch.arange(len(self.memory))
             source = torch.Generator().manual_seed(len(self.tasks))
@@ -101,7 +98,8 @@ class VCL(Learner):
         self, data: Any, likelihood: Likelihood, n_data: int, source: torch.Generator
     ) -> VariationalPosterior:
         """q after these data, with the latest q for its prior."""
-        before, size = self._posterior, self._batch_size()
+        before: VariationalPosterior | None = self._posterior
+        size = self._batch_size()
         batches = math.ceil(n_data / size)
         steps = plan_budget(n_data, batches, self.network.size, self.epochs).epochs * batches
         prior, mean = Prior(self.prior), self.network.flat()
