@@ -155,6 +155,8 @@ def test_reliability_diagram_draws_a_series_for_each_prediction_and_names_its_ec
     plots.reliability_diagram(axes, {"one": probs, "two": probs.flip(-1)}, torch.tensor([0, 0, 1, 1]), bins=2)
     labels = axes.get_legend_handles_labels()[1]
     assert labels == ["one  (ECE 0.350)", "two  (ECE 0.650)"]
+    with pytest.raises(lapis.DataError, match="no predictions"):
+        plots.reliability_diagram(axes, {}, torch.tensor([0, 0, 1, 1]))
 
 
 def test_entropy_histogram_shows_shares_that_sum_to_one_with_the_extremes_inside() -> None:

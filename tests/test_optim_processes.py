@@ -39,3 +39,10 @@ def test_the_process_of_now_is_that_of_the_posterior_and_stays(name: str) -> Non
     torch.testing.assert_close(process.mean(X), mean)  # of a copy: training went on without it
     later = optimiser.gaussian_process(model)
     assert not torch.allclose(later.mean(X), mean)
+
+
+def test_a_radius_that_is_no_number_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    for radius in (torch.tensor([]), "a", -1.0):
+        with pytest.raises(lapis.LapisError, match="clip_radius"):
+            lapis.optim.IVON(model.parameters(), data_size=3, clip_radius=radius)  # type: ignore[arg-type]

@@ -40,8 +40,9 @@ class DiagonalOptimizer(WithProcess, SamplingOptimizer):
         check_betas(group["betas"])
         check_positive("hess_init", group["hess_init"])
         check_positive("damping", group["damping"], or_zero=True)
-        if group["clip_radius"] != math.inf:
-            check_positive("clip_radius", group["clip_radius"])
+        radius = group["clip_radius"]
+        if not isinstance(radius, float) or radius != math.inf:
+            check_positive("clip_radius", radius)
 
     def _moments(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's step count, momentum and Hessian."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from lapis.errors import DataError
 from lapis.metrics import reliability
 from lapis.options import check_arguments, checked_tensor
 from lapis.plots.appearance import GREY
@@ -20,6 +21,13 @@ def reliability_diagram(axes: Axes, probs: Mapping[str, Tensor], targets: Tensor
     over 15 bins of equal width, the default of `lapis.metrics.ece`.
     """
     check_arguments(reliability_diagram, locals())
+    if not probs:
+        raise DataError(
+            "There are no predictions to draw",
+            expected="a dictionary of named predictions",
+            got="an empty one",
+            do='pass {"name": probs}',
+        )
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     smallest = 1.0
     for order, (name, prediction) in enumerate(probs.items()):
