@@ -7,6 +7,7 @@ from lapis.latent.gaussian_mixture import GaussianMixture
 from lapis.latent.markov.discrete import DiscreteEmissions
 from lapis.latent.markov.gaussian import GaussianEmissions
 from lapis.latent.markov.hidden_markov import HiddenMarkov
+from lapis.latent.variational.fit import VariationalFit, variational_em
 
 __all__ = [
     "BayesianGaussianMixture",
@@ -20,6 +21,8 @@ __all__ = [
     "LatentModel",
     "LinearDynamics",
     "States",
+    "VariationalFit",
     "choose_components",
     "em",
+    "variational_em",
 ]

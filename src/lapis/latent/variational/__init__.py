@@ -1,0 +1,1 @@
+"""Variational EM, for models whose posterior has no closed form."""

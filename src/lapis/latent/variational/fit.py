@@ -1,0 +1,219 @@
+"""Variational EM: for any joint density p(y, z | theta) that can be evaluated and differentiated.
+
+    log p(y) = ELBO(q, theta) + KL(q || p(z | y, theta)),    ELBO = E_q[log p(y, z | theta) - log q(z)]
+
+    E: steps up the ELBO in q           M: steps up the ELBO in theta
+
+Gradients are pathwise, z = mean + S noise. In the E-step log q is differentiated through z only: that gradient has the
+same expectation, and no noise where q is the posterior (the difference is then log p(y), whatever the draw).
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lapis.errors import DataError, LapisWarning, ModelError, OptionError
+from lapis.latent.variational.approximation import Approximation, Gaussians, approximation
+from lapis.options import check_arguments, checked_tensor, shown
+from lapis.progress import track
+
+LogJoint = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class VariationalFit:
+    """What `variational_em` found."""
+
+    log_joint: LogJoint
+    """The fitted module, or the function that was given."""
+    parameters: Mapping[str, Tensor]
+    """theta."""
+    approximation: Approximation
+    elbos: tuple[float, ...]
+    """Estimates after every round, in nats, of all data."""
+    converged: bool
+    n_latent: int
+    _data: Any
+    _function: Callable[[Any, Tensor], Tensor]
+
+    @property
+    def q(self) -> Gaussians:
+        """Of each datum of the fit."""
+        return self.of(self._data)
+
+    def of(self, data: Any) -> Gaussians:
+        """q of these data: those of the fit, or others where q is a network."""
+        with torch.no_grad():
+            found: Gaussians = self.approximation(torch.arange(_count(data)), data)
+        return found
+
+    def elbo(self, draws: int = 1000, *, generator: torch.Generator | None = None) -> tuple[float, float]:
+        """The ELBO of all data, and the standard error of this estimate."""
+        check_arguments(VariationalFit.elbo, locals())
+        source = generator or torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            values = _values(self._function, self.q, self._data, _noise(draws, self.q, source)).sum(1).double()
+        error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else float("inf")
+        return float(values.mean()), error
+
+
+def variational_em(
+    log_joint: LogJoint,
+    q: Literal["mean_field", "full"] | nn.Module,
+    data: Any,
+    *,
+    n_latent: int,
+    parameters: Mapping[str, Tensor] | None = None,
+    rounds: int = 200,
+    steps: int = 5,
+    draws: int = 8,
+    batch_size: int | None = None,
+    learning_rate: float = 0.1,
+    generator: torch.Generator | None = None,
+    progress: bool | None = None,
+) -> VariationalFit:
+    """Fit q, and theta, by steps up the ELBO.
+
+    Args:
+        log_joint: log p(y_i, z_i | theta), (draws, N), of data y with N rows and z (draws, N, n_latent). A module,
+            whose parameters are theta (a copy is fitted); or a function of (data, z), or of (data, z, theta) with
+            `parameters`. A latent variable of all data at once is that of a single row: data of shape (1, ...).
+        q: Gaussians of each datum, "mean_field" or "full", with parameters of their own; or a network that maps data to
+            (N, 2 n_latent) means and log standard deviations, with n_latent (n_latent - 1) / 2 more outputs for a full
+            covariance (a copy is fitted).
+        data: a tensor, or a tuple of tensors, with a datum a row.
+        n_latent: size of each z.
+        parameters: theta by name, where log_joint is a function of it: where to start.
+        rounds: E- and M-steps. The learning rate falls to a hundredth over them.
+        steps: steps of Adam in each of both.
+        draws: of z in a step; half of them mirrored about the mean.
+        batch_size: data a step; all by default.
+        learning_rate: of Adam.
+        generator: source of randomness; seeded with 0 when not given.
+        progress: show a bar; by default on a terminal only.
+    """
+    check_arguments(variational_em, locals(), apart=("q",))
+    count, dtype = _count(data), _dtype(data)
+    source = generator or torch.Generator().manual_seed(0)
+    function, theta, fitted = _model(log_joint, parameters)
+    over = copy.deepcopy(q) if isinstance(q, nn.Module) else q
+    family = approximation(over, count, n_latent, dtype)
+    groups: list[list[Tensor]] = [[p for p in family.parameters() if p.requires_grad], list(theta.values())]
+    optimisers = [torch.optim.Adam(group, learning_rate) if group else None for group in groups]
+    _values(function, family(torch.arange(count), data), data, torch.zeros(2, count, n_latent, dtype=dtype))
+    elbos = []
+    for done in track(range(rounds), "variational EM", rounds, progress):
+        for half, optimiser in enumerate(optimisers):
+            for _ in range(steps if optimiser is not None else 0):
+                assert optimiser is not None
+                optimiser.param_groups[0]["lr"] = learning_rate * 0.01 ** (done / rounds)
+                rows = torch.arange(count)
+                if batch_size is not None and batch_size < count:
+                    rows = torch.randperm(count, generator=source)[:batch_size]
+                part = _rows(data, rows)
+                gaussians = family(rows, part)
+                noise = _noise(draws, gaussians, source)
+                values = _values(function, gaussians if half == 0 else gaussians.detached(), part, noise)
+                loss = -values.mean(0).sum() * (count / len(rows))
+                found = torch.autograd.grad(loss, groups[half], allow_unused=True)
+                for p, gradient in zip(groups[half], found, strict=True):
+                    p.grad = gradient
+                optimiser.step()
+        with torch.no_grad():
+            gaussians = family(torch.arange(count), data)
+            elbos.append(float(_values(function, gaussians, data, _noise(draws, gaussians, source)).mean(0).sum()))
+        if not elbos[-1] > -float("inf"):
+            raise DataError(
+                "The ELBO is not finite", expected="a number", got=str(elbos[-1]),
+                do="lower learning_rate, or check log_joint",
+            )  # fmt: skip
+    converged = _settled(elbos)
+    if not converged:
+        warnings.warn(
+            f"The ELBO was still climbing after {rounds} rounds: raise rounds, or learning_rate ({learning_rate:g}).",
+            LapisWarning,
+            stacklevel=2,
+        )
+    for group in groups:
+        for p in group:
+            p.grad = None
+    values_of_theta = {name: value.detach() for name, value in theta.items()}
+    return VariationalFit(fitted, values_of_theta, family, tuple(elbos), converged, n_latent, data, function)
+
+
+def _settled(elbos: list[float]) -> bool:
+    """Whether the last fifth is no higher than the fifth before, beyond its scatter and a share of 1e-4.
+
+    The learning rate falls all the while: this says that the steps have ended, not that no better point exists.
+    """
+    fifth = max(len(elbos) // 5, 1)
+    if len(elbos) < 10:
+        return False
+    last, before = torch.tensor(elbos[-fifth:]).double(), torch.tensor(elbos[-2 * fifth : -fifth]).double()
+    scatter = float(last.std()) if fifth > 1 else 0.0
+    return float(last.mean() - before.mean()) <= 2 * scatter + 1e-4 * max(1.0, abs(float(last.mean())))
+
+
+def _values(function: Callable[[Any, Tensor], Tensor], q: Gaussians, data: Any, noise: Tensor) -> Tensor:
+    """log p(y, z) - log q(z), (draws, N), with log q differentiated through z only."""
+    z = q.draw(noise)
+    found = function(data, z)
+    if not isinstance(found, Tensor) or found.shape != z.shape[:2]:
+        raise ModelError(
+            "log_joint has values of another shape",
+            expected=f"(draws, N) = {tuple(z.shape[:2])}",
+            got=shown(found),
+            do="sum over all but the first two axes of z",
+        )
+    return found - q.detached().log_prob(z)
+
+
+def _noise(draws: int, q: Gaussians, source: torch.Generator) -> Tensor:
+    """Standard normal (draws, N, L), in mirrored pairs."""
+    half = torch.randn((draws + 1) // 2, *q.means.shape, generator=source, dtype=q.means.dtype)
+    return torch.cat([half, -half])[:draws]
+
+
+def _model(
+    log_joint: LogJoint, parameters: Mapping[str, Tensor] | None
+) -> tuple[Callable[[Any, Tensor], Tensor], dict[str, Tensor], LogJoint]:
+    """A function of (data, z), theta as leaves, and what to hand back."""
+    if isinstance(log_joint, nn.Module):
+        if parameters is not None:
+            raise OptionError("theta is told twice", expected="a module, or parameters", got="both", do="leave one out")
+        fitted = copy.deepcopy(log_joint)
+        return fitted, {name: p for name, p in fitted.named_parameters() if p.requires_grad}, fitted
+    if parameters is None:
+        return log_joint, {}, log_joint
+    theta = {name: checked_tensor(name, p).detach().clone().requires_grad_() for name, p in parameters.items()}
+    return lambda data, z: log_joint(data, z, theta), theta, log_joint
+
+
+def _tensors(data: Any) -> tuple[Tensor, ...]:
+    return data if isinstance(data, tuple) else (data,)
+
+
+def _count(data: Any) -> int:
+    """Rows of the data."""
+    sizes = {len(checked_tensor("data", part)) if checked_tensor("data", part).dim() else 0 for part in _tensors(data)}
+    if len(sizes) != 1 or 0 in sizes:
+        raise DataError(
+            "Bad data", expected="tensors with one row a datum", got=f"{sorted(sizes)} rows", do="check them"
+        )
+    return sizes.pop()
+
+
+def _dtype(data: Any) -> torch.dtype:
+    found = [part.dtype for part in _tensors(data) if part.is_floating_point()]
+    return found[0] if found else torch.get_default_dtype()
+
+
+def _rows(data: Any, rows: Tensor) -> Any:
+    return tuple(part[rows] for part in data) if isinstance(data, tuple) else data[rows]
