@@ -1,5 +1,5 @@
 """Fits over many processes and machines: curvature statistics are sums over data."""
 
-from lapis.distributed.statistics import Statistics, load_statistics, statistics
+from lapis.distributed.sums import Statistics, load_statistics, statistics
 
 __all__ = ["Statistics", "load_statistics", "statistics"]

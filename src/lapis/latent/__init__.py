@@ -1,8 +1,8 @@
 """Models with latent variables: expectation-maximisation and what is fitted by it."""
 
 from lapis.latent.bayesian_mixture import BayesianGaussianMixture, choose_components
+from lapis.latent.driver import Expected, Fit, LatentModel, em
 from lapis.latent.dynamics.linear_dynamics import Forecast, LinearDynamics, States
-from lapis.latent.em import Expected, Fit, LatentModel, em
 from lapis.latent.gaussian_mixture import GaussianMixture
 from lapis.latent.markov.discrete import DiscreteEmissions
 from lapis.latent.markov.gaussian import GaussianEmissions

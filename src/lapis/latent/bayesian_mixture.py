@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import OptionError
-from lapis.latent.em import Expected, Fit, LatentModel
+from lapis.latent.driver import Expected, Fit, LatentModel
 from lapis.latent.estimator import MixtureEstimator
 from lapis.latent.mixture_model import CHUNK, Rows, gathered
 from lapis.options import check_arguments

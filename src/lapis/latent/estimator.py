@@ -14,7 +14,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from lapis.errors import DataError, LapisWarning, OptionError
-from lapis.latent.em import Fit, em
+from lapis.latent.driver import Fit, em
 from lapis.latent.mixture_model import Covariance, MixtureModel, Rows, floored, gathered
 
 Array = NDArray[Any]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError, LapisWarning
-from lapis.latent.em import Fit
+from lapis.latent.driver import Fit
 from lapis.latent.estimator import FLOOR, Array, MixtureEstimator, first_mixture, shape_of
 from lapis.latent.mixture_model import Covariance, MixtureModel, Rows, floored
 from lapis.options import check_count

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lapis.latent.em import Expected, LatentModel
+from lapis.latent.driver import Expected, LatentModel
 
 Covariance = Literal["full", "tied", "diagonal", "spherical"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError, OptionError
+from lapis.latent.driver import em
 from lapis.latent.dynamics.kalman import NAMES, Filtered, Series, System, kalman_filter, predict, smoother
 from lapis.latent.dynamics.model import DynamicsModel
 from lapis.latent.dynamics.starts import of_data, of_known_dynamics
-from lapis.latent.em import em
 from lapis.latent.sequences import as_sequences
 from lapis.options import check_arguments, check_between, shown
 

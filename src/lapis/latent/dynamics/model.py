@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lapis.errors import OptionError
+from lapis.latent.driver import Expected, LatentModel
 from lapis.latent.dynamics.kalman import NAMES, Filtered, Series, System, kalman_filter, smoother
-from lapis.latent.em import Expected, LatentModel
 
 Sums = Mapping[str, Tensor]
 

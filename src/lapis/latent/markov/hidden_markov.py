@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lapis.errors import DataError, OptionError
-from lapis.latent.em import em
+from lapis.latent.driver import em
 from lapis.latent.markov.discrete import read_symbols
 from lapis.latent.markov.emissions import Emissions, check_distributions
 from lapis.latent.markov.gaussian import GaussianEmissions, read_vectors

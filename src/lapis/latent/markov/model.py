@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError
-from lapis.latent.em import Expected, LatentModel
+from lapis.latent.driver import Expected, LatentModel
 from lapis.latent.markov.chain import Paths, forward, log_likelihoods, most_probable, paths
 from lapis.latent.markov.emissions import Emissions, normalised
 from lapis.latent.sequences import Layout
