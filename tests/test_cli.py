@@ -117,7 +117,8 @@ def test_label_noise_redraws_its_share_of_labels_and_leaves_images_alone() -> No
 
 def test_run_repeats_itself_and_leaves_the_global_generator_and_threads_alone() -> None:
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    first, second = experiment.run(quick(seed=3)), experiment.run(quick(seed=3))
+    tiny = experiment.Setting(3, 0.2, per_class=10, steps=30, samples=4, test_per_class=10)
+    first, second = experiment.run(tiny), experiment.run(tiny)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     for one, other in zip(first.methods, second.methods, strict=True):
