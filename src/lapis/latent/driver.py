@@ -78,8 +78,8 @@ class LatentModel(ABC):
         return None
 
     def with_vector(self: Self, vector: Tensor) -> Self:
-        """The model with these parameters."""
-        raise NotImplementedError
+        """The model with these parameters; asked for only where `vector` offers them."""
+        raise NotImplementedError(f"{type(self).__name__} offers a vector, and must define with_vector")
 
 
 @dataclass(frozen=True)

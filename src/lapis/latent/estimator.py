@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ FLOOR = 1e-6
 """The smallest variance of a component along any direction, relative to the mean variance of the features."""
 
 
-class MixtureEstimator(DensityMixin, BaseEstimator):  # type: ignore[misc]
+class MixtureEstimator(DensityMixin, BaseEstimator, ABC):  # type: ignore[misc]
     """Checks, starts, and predictions; `_begin` and `_finish` are those of each estimator."""
 
     n_components: int
@@ -39,20 +40,20 @@ class MixtureEstimator(DensityMixin, BaseEstimator):  # type: ignore[misc]
 
     # to be provided ------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _begin(self, rows: Rows, r: Tensor | None, floor: float, centre: Tensor) -> Any:
         """The model to start from: responsibilities (N, K), or `start` where they are None.
 
         Rows have had `centre` subtracted.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _finish(self, fit: Fit[Any], centre: Tensor) -> None:
         """Set the fitted attributes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _joints(self, x: Tensor) -> Tensor:
         """Log of the (expected) joint density of rows and components, (N, K)."""
-        raise NotImplementedError
 
     # scikit-learn's interface --------------------------------------------------------------------------
 

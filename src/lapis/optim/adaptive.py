@@ -9,6 +9,7 @@ precision is N B v + prior precision.
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -37,9 +38,9 @@ class _WithPosterior(WithProcess, Optimizer):
             check_positive("prior_precision", group["prior_precision"])
             check_count("batch_size", group["batch_size"])
 
+    @abstractmethod
     def _second_moment(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """The average v of squared gradients, free of the bias of its start."""
-        raise NotImplementedError
 
     def posterior(
         self, model: nn.Module, likelihood: str | Likelihood, data: Any = None, *, memory_budget: int = MEMORY_BUDGET

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -61,12 +62,12 @@ def gaussian_posterior(
     return FactoredPosterior(network, family, facts, mean, mean, flat.rsqrt().to(network.dtype))
 
 
-class WithProcess:
+class WithProcess(ABC):
     """An optimiser whose Gaussian over the weights, at any moment of training, is a Gaussian process over functions."""
 
+    @abstractmethod
     def posterior(self, model: nn.Module, likelihood: str | Likelihood) -> FactoredPosterior:
         """The posterior now."""
-        raise NotImplementedError
 
     def gaussian_process(
         self, model: nn.Module, likelihood: str | Likelihood = "regression", *, link: bool = False

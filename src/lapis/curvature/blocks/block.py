@@ -284,8 +284,11 @@ class BlockGaussian(ABC):
         """Marginal variance of each weight, (size,)."""
 
     def trace(self, block: Block) -> Tensor:
-        """tr(Sigma K) for the curvature K of a block that was combined with others to this one, 0-d."""
-        raise NotImplementedError
+        """tr(Sigma K) for the curvature K of a block that was combined with others to this one, 0-d.
+
+        Asked for only of structures whose outputs' curvature can be kept apart (`Curvature.keep_apart`).
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps no outputs apart")
 
     @abstractmethod
     def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:

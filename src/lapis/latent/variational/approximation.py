@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +45,12 @@ class Gaussians:
         return Gaussians(self.means.detach(), self.factors.detach())
 
 
-class Approximation(nn.Module):
+class Approximation(nn.Module, ABC):
     """q as a module: from rows of the data (their numbers and values) to `Gaussians`."""
 
+    @abstractmethod
     def forward(self, rows: Tensor, data: Any) -> Gaussians:
-        raise NotImplementedError
+        """The Gaussians of these rows."""
 
 
 class PerDatum(Approximation):
