@@ -25,6 +25,17 @@ BENCH_BIN := $(BENCH_VENV)/bin
 BENCH_READY := $(BENCH_VENV)/.installed
 BENCH_LOG := $(BENCH_VENV)/install.log
 BENCH_PIP := $(BENCH_BIN)/python -m pip --disable-pip-version-check --no-input
+EXTRAS_VENV := .venv-extras
+EXTRAS_BIN := $(EXTRAS_VENV)/bin
+EXTRAS_READY := $(EXTRAS_VENV)/.installed
+EXTRAS_LOG := $(EXTRAS_VENV)/install.log
+EXTRAS_PIP := $(EXTRAS_BIN)/python -m pip --disable-pip-version-check --no-input
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.installed
+DOCS_LOG := $(DOCS_VENV)/install.log
+DOCS_PIP := $(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --no-input
+# Requirements of the extra alone: the site is built from the text of the code, so Lapis and torch need not be there.
+DOCS_NEEDS := import json, re; print(*json.loads(re.search(r"^docs = (\[.*\])", open("pyproject.toml").read(), re.M)[1]))
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_PIP := $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 EXTRA_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -35,19 +46,23 @@ CHECK_PYTHON := import sys; sys.version_info >= (3, 10) or sys.exit("Lapis needs
 unexport PYTHONPATH
 export PIP_REQUIRE_VIRTUALENV := 1
 export PIP_USER := 0
+# Python compiles what is imported, when it is; of torch that is a small part.
+export PIP_NO_COMPILE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help test tamper kills demo test-torch bench peer-test fuzz sbc format clean
+.PHONY: help test test-extras tamper kills demo docs test-torch bench peer-test fuzz sbc format clean
 
 help:
 	@echo "make test    set up, then lint, type check, import contracts and tests (PYTEST_ARGS=... goes to pytest)"
+	@echo "make test-extras  set up .venv-extras with every extra, then run the tests that need one"
 	@echo "make tamper  edit N=1000 files, which must be refused or give equal results"
 	@echo "make kills   kill each long work N=20 times, which must go on to equal results"
 	@echo "make demo    set up, then run 'lapis demo' (DEMO_ARGS=... goes to it)"
 	@echo "              (TORCH_INDEX=<url>: an index with CPU builds of torch, which save a download of gigabytes)"
+	@echo "make docs    build the documentation into site/, warnings are errors"
 	@echo "make test-torch TORCH=2.6.0  run the tests on another version of torch, in a virtual environment of its own"
 	@echo "make bench   set up the peers beside Lapis in .venv-bench, then measure both (BENCH_ARGS=--help tells more)"
-	@echo "make peer-test  compare with laplace-torch and ivon-opt, in .venv-bench"
+	@echo "make peer-test  compare with laplace-torch, ivon-opt and hmmlearn, in .venv-bench"
 	@echo "make fuzz N=20000 SEED=0  random calls of the whole interface, in two processes; exit code 1 on any finding"
 	@echo "make sbc     simulation-based calibration: are posteriors right on average? (SBC_ARGS=--help tells more)"
 	@echo "make format  rewrite the code the way 'make test' wants it"
@@ -65,6 +80,10 @@ test: $(READY)
 	@echo "== pytest"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Tests that need an optional package skip themselves where it is missing: those of files that say importorskip.
+test-extras: $(EXTRAS_READY)
+	@$(EXTRAS_BIN)/python -m pytest $(PYTEST_ARGS) $$(grep -l importorskip tests/test_*.py)
+
 # Reliability kits at full size: see docs/reliability.md.
 tamper: N := 1000
 tamper: $(READY)
@@ -76,6 +95,10 @@ kills: $(READY)
 
 demo: $(READY)
 	@$(BIN)/lapis demo $(DEMO_ARGS)
+
+docs: $(DOCS_READY)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 # The pins of torch, and of what its versions pin in turn, are left out; so is the test that compares with the pins.
 test-torch:
@@ -90,13 +113,15 @@ test-torch:
 	@$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
 	   --deselect tests/test_repository.py::test_every_installed_dependency_is_the_pinned_one
 
-# Optional: the same numbers as laplace-torch and ivon-opt where both mean the same. The peers live in .venv-bench only.
+# Optional: the same numbers as laplace-torch, ivon-opt and hmmlearn where both mean the same. The peers live in .venv-bench only.
 peer-test: $(BENCH_READY)
 	@$(BENCH_PIP) install --quiet -c constraints.txt pytest pytest-xdist
-	@$(BENCH_BIN)/python -m pytest -n0 -s tests/test_laplace_torch.py tests/test_ivon_opt.py
+	@$(BENCH_BIN)/python -m pytest -n0 -s tests/test_laplace_torch.py tests/test_ivon_opt.py tests/test_hmmlearn.py
 
 bench: $(BENCH_READY)
 	@$(BENCH_BIN)/python -m benchmarks $(BENCH_ARGS)
+	@$(BENCH_BIN)/python -m benchmarks.optimisers
+	@$(BENCH_BIN)/python -m benchmarks.latent
 
 fuzz: $(READY)
 	@PYTHONPATH=tests $(BIN)/python -m fuzz --calls $(N) --seed $(SEED)
@@ -126,6 +151,23 @@ $(BENCH_READY): pyproject.toml constraints.txt benchmarks/requirements.txt
 	 { grep -v ^WARNING $(BENCH_LOG) | tail -n 40; echo "Installation failed."; exit 1; }
 	@touch $@
 
+$(EXTRAS_READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	@echo "== setting up $(EXTRAS_VENV): a few minutes the first time (log: $(EXTRAS_LOG))"
+	@$(PYTHON) -m venv $(EXTRAS_VENV)
+	@{ $(EXTRAS_PIP) install -c constraints.txt pip setuptools && \
+	   $(EXTRAS_PIP) install -c constraints.txt $(EXTRA_INDEX) --no-build-isolation --editable '.[dev,all]' build; } \
+	   >$(EXTRAS_LOG) 2>&1 || { grep -v ^WARNING $(EXTRAS_LOG) | tail -n 40; echo "Installation failed."; exit 1; }
+	@touch $@
+
+$(DOCS_READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	@echo "== setting up $(DOCS_VENV) (log: $(DOCS_LOG))"
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_PIP) install -c constraints.txt pip $$($(PYTHON) -c '$(DOCS_NEEDS)') >$(DOCS_LOG) 2>&1 || \
+	 { grep -v ^WARNING $(DOCS_LOG) | tail -n 40; echo "Installation failed."; exit 1; }
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .venv-torch-* build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(EXTRAS_VENV) $(DOCS_VENV) .venv-torch-* build dist site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

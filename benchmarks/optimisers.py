@@ -2,7 +2,7 @@
 
 A step is everything: gradients cleared, forward and backward pass on one batch, and the update; one draw. Contenders
 have processes of their own on one thread and take turns; times are the processor's, since the machine may be busy, and
-the lower quartile of all turns counts. Memory is the peak above where a process stood before its optimiser was made.
+the lower quartile of all turns counts. Memory is the peak above where a process stood before its network was made.
 `vmap` is what VOGN would be with per-example gradients by torch.func; batch norm is in evaluation mode there, as vmap
 cannot run it otherwise. ivon-opt is measured where it is installed (.venv-bench).
 """
@@ -12,11 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import multiprocessing
-import time
-import warnings
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.cases import CASES
-from benchmarks.memory import peak_of
+from benchmarks.turns import Step, measure
 from lapis.optim import IVON, VOGN
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "optimisers.md"
@@ -34,8 +30,6 @@ TARGETS = {"IVON": 1.25, "VOGN": 2.5}
 TURNS = 12
 WARM = 3
 """Steps before time counts: the first ones find and prove the plan of VOGN."""
-
-Step = Callable[[], Any]
 
 
 def adam(model: nn.Module, x: Tensor, y: Tensor) -> Step:
@@ -100,51 +94,14 @@ def _closed(optimiser: Any, model: nn.Module, x: Tensor, y: Tensor) -> Step:
 CONTENDERS = {"Adam": adam, "IVON": ivon, "ivon-opt": peer, "VOGN": vogn, "vmap": vmapped}
 
 
-def contend(case: str, name: str, pipe: Connection) -> None:
-    """A contender's process: sends its memory, then the seconds of a step whenever it is asked."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def ready(case: str, name: str) -> Step:
+    """A step of a contender, warm."""
     chosen = CASES[case]
     model, x = chosen.network(), chosen.inputs(chosen.batch_size, seed=1)
-    y = chosen.targets(x)
-    made: list[Step] = []
-
-    def start() -> None:
-        made.append(CONTENDERS[name](model, x, y))
-        for _ in range(WARM):
-            made[0]()
-
-    _, memory = peak_of(start)
-    pipe.send(memory)
-    while pipe.recv():
-        started = time.process_time()
-        made[0]()
-        pipe.send(time.process_time() - started)
-
-
-def measure(case: str, names: list[str], turns: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step and megabytes, by contender."""
-    context = multiprocessing.get_context("spawn")
-    pipes, workers = {}, []
-    memory = {}
-    for name in names:
-        pipes[name], theirs = context.Pipe()
-        workers.append(context.Process(target=contend, args=(case, name, theirs), daemon=True))
-        workers[-1].start()
-        memory[name] = pipes[name].recv()
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(turns):
-        for name in names:
-            pipes[name].send(True)
-            seconds[name].append(pipes[name].recv())
-    for name, worker in zip(names, workers, strict=True):
-        pipes[name].send(False)
-        worker.join()
-    return {
-        name: {"milliseconds": 1e3 * sorted(seconds[name])[turns // 4], "megabytes": memory[name] / 2**20}
-        for name in names
-    }
+    step = CONTENDERS[name](model, x, chosen.targets(x))
+    for _ in range(WARM):
+        step()
+    return step
 
 
 def page(results: dict[str, dict[str, dict[str, float]]]) -> str:
@@ -174,7 +131,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=PAGE)
     chosen = parser.parse_args()
     names = [name for name in CONTENDERS if name != "ivon-opt" or importlib.util.find_spec("ivon")]
-    results = {case: measure(case, names, chosen.turns) for case in chosen.cases}
+    results = {
+        case: measure({name: partial(ready, case, name) for name in names}, chosen.turns) for case in chosen.cases
+    }
     chosen.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     chosen.output.write_text(page(results), encoding="utf-8")
     print(page(results))  # noqa: T201

@@ -11,9 +11,10 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import numpy as np
 import torch
 from torch import Tensor
+
+import lapis
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
@@ -54,14 +55,12 @@ def save(figure: matplotlib.figure.Figure, name: str, chosen: argparse.Namespace
 
 def images(name: str, train: int | None, test: int | None, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Random subsets of MNIST or Fashion-MNIST as (N, 1, 28, 28) in 0..1, standardised by the training pixels."""
-    folder = Path(os.environ.get("LAPIS_DATA", ROOT.parent / "shared" / "data"))
-    with np.load(folder / f"{name}.npz", allow_pickle=False) as file:
-        arrays = {key: torch.from_numpy(file[key].astype(np.int64)) for key in file.files}
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for split, count in (("train", train), ("test", test)):
-        chosen = torch.randperm(len(arrays[f"y_{split}"]), generator=generator)[:count]
-        parts.append((arrays[f"x_{split}"][chosen][:, None].float() / 255, arrays[f"y_{split}"][chosen]))
+        x, y = lapis.data.images(name, split)
+        chosen = torch.randperm(len(y), generator=generator)[:count]
+        parts.append((x[chosen], y[chosen]))
     (x, y), (x_test, y_test) = parts
     mean, std = x.mean(), x.std()
     return (x - mean) / std, y, (x_test - mean) / std, y_test

@@ -8,15 +8,13 @@ against the share of labels known, the rest of the training rows being used with
 
 from __future__ import annotations
 
-import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import COLOURS, ROOT, arguments, report, save, table
+from common import COLOURS, arguments, report, save, table
 from matplotlib.patches import Ellipse
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
@@ -60,9 +58,8 @@ def bound_picture(axis: Any) -> None:
 
 
 def old_faithful() -> Array:
-    folder = Path(os.environ.get("LAPIS_DATA", ROOT.parent / "shared" / "data"))
-    with np.load(folder / "old_faithful.npz", allow_pickle=False) as file:
-        columns = [file[name].astype(np.float64).reshape(len(file[name]), -1) for name in file.files]
+    arrays = lapis.data.stored("old_faithful").values()
+    columns = [array.astype(np.float64).reshape(len(array), -1) for array in arrays]
     x: Array = columns[0] if columns[0].shape[1] == 2 else np.column_stack([c for c in columns if c.shape[1] == 1][:2])
     return x
 

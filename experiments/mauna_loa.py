@@ -6,15 +6,13 @@ to all but the last ten years; these are forecast with intervals, and then one y
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import COLOURS, ROOT, arguments, report, save, table
+from common import COLOURS, arguments, report, save, table
 from torch import Tensor
 
+import lapis
 from lapis.latent import LinearDynamics
 
 AHEAD = 120
@@ -23,9 +21,8 @@ LEVELS = (0.5, 0.8, 0.95)
 
 def monthly() -> tuple[Tensor, Tensor]:
     """Middle of each month in years, and mean CO2 in ppm, NaN where there is none."""
-    folder = Path(os.environ.get("LAPIS_DATA", ROOT.parent / "shared" / "data"))
-    with np.load(folder / "mauna_loa_co2.npz", allow_pickle=False) as file:
-        years, values = file["decimal_year"].astype(float), file["co2_ppm"].astype(float)
+    arrays = lapis.data.stored("mauna_loa_co2")
+    years, values = arrays["decimal_year"].astype(float), arrays["co2_ppm"].astype(float)
     months = np.floor(years * 12).astype(int)
     months -= (first := int(months.min()))
     counts = np.bincount(months)

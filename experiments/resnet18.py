@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import sys
 import time
 import warnings
@@ -35,9 +34,7 @@ DRAWS = 4
 
 
 def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    folder = Path(os.environ.get("LAPIS_DATA", ROOT.parent / "shared" / "data"))
-    with np.load(folder / "cifar100_ood.npz", allow_pickle=False) as file:
-        arrays = {key: file[key] for key in file.files}
+    arrays = lapis.data.stored("cifar100_ood")
     x = torch.from_numpy(next(a for a in arrays.values() if a.ndim == 4)).float() / 255
     labels = [a for a in arrays.values() if a.ndim == 1]
     y = torch.from_numpy(labels[0].astype(np.int64))

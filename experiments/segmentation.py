@@ -22,7 +22,6 @@ import torch
 from common import COLOURS
 from methods import command
 from methods.fits import DRAWN, Method, dropout, ensemble, laplace, plain
-from methods.images import blurred
 from methods.rows import Row, read
 from methods.tables import by_column, failures, mean, scored
 from methods.task import Task
@@ -33,6 +32,7 @@ from trust.networks import Training
 
 import lapis
 from lapis import metrics
+from lapis.data import blurred
 
 KNOWN = 4
 """Digits 0 to 3 are classes 1 to 4; class 0 is ground."""

@@ -21,13 +21,8 @@ import torch
 from methods import command
 from methods.fits import CLASSIFIERS
 from methods.images import (
-    DEGREES,
-    STRENGTHS,
     Images,
-    Shift,
     convolutional,
-    corruptions,
-    rotations,
     small_digits,
     stored,
 )
@@ -38,6 +33,7 @@ from torch import Tensor, nn
 from trust.networks import Training
 
 from lapis import metrics
+from lapis.data.shifts import DEGREES, STRENGTHS, Shift, corruptions, rotations
 
 SCORES = {"nll": "NLL", "ece": "ECE", "accuracy": "accuracy"}
 

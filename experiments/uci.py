@@ -16,11 +16,10 @@ import math
 import os
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
-from common import RESULTS, ROOT, table
+from common import RESULTS, table
 from torch import Tensor, nn
 
 import lapis
@@ -43,9 +42,7 @@ Split = tuple[Tensor, Tensor, Tensor, Tensor, float]
 
 def table_of(name: str) -> dict[str, np.ndarray]:
     """The arrays of a data set."""
-    folder = Path(os.environ.get("LAPIS_DATA", ROOT.parent / "shared" / "data")) / "uci"
-    with np.load(folder / f"{name}.npz", allow_pickle=False) as file:
-        return {key: file[key] for key in file.files}
+    return lapis.data.stored(f"uci/{name}")
 
 
 def split(name: str, number: int) -> Split:

@@ -22,6 +22,18 @@ TESTS = Path(__file__).parent
 collect_ignore = [path.name for path in TESTS.glob("*.py") if not path.name.startswith("test_")] + ["cases", "fuzz"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one architecture follow each other: its naive reference, which is cached, is computed by one worker."""
+    from cases import CASES
+
+    order = {name: place for place, name in enumerate(CASES)}
+    of_cases = {item: order.get(getattr(item, "callspec", None) and item.callspec.params.get("name")) for item in items}
+    first = next((place for place, item in enumerate(items) if of_cases[item] is not None), 0)
+    together = sorted((item for item in items if of_cases[item] is not None), key=lambda item: of_cases[item])
+    others = [item for item in items if of_cases[item] is None]
+    items[:] = others[:first] + together + others[first:]
+
+
 @pytest.fixture(autouse=True)
 def _same_seed_for_every_test() -> None:
     """Torch draws initial weights from its global generator: start it alike, whatever ran before."""

@@ -1,4 +1,4 @@
-"""A kit that kills: training, draws and variational inference end by SIGKILL at random moments, and go on.
+"""A kit that kills: long works of every kind end by SIGKILL at random moments, and go on.
 
 Each work runs in a process that writes its checkpoint as often as it can, and is killed after a random time, up to as
 long as the whole work takes. Then it runs again, perhaps to be killed again, until it ends. Its result must be that of
@@ -62,8 +62,53 @@ def variational(path: Path) -> list[Tensor]:
     return [found.mean, found.marginal_variance()]
 
 
+def laplace(path: Path) -> list[Tensor]:
+    """Two passes, in single precision, where sums are buffered; in the other order, drawn targets."""
+    model, x, y = problem()
+    found = lapis.laplace(
+        model.float(), (x.float(), y.float()), "regression", structure="ekfac", weights="all", batch_size=2,
+        checkpoint=path, progress=False,
+    )  # fmt: skip
+    drawn = lapis.laplace(
+        model, (x.float(), y.float()), "regression", structure="dense", curvature="sampled", weights="all",
+        batch_size=2, checkpoint=path.with_suffix(".drawn"), progress=False,
+    )  # fmt: skip
+    return [found.log_evidence(), found.marginal_variance(), drawn.log_evidence(), drawn.marginal_variance()]
+
+
+def classifier() -> tuple[Any, Tensor, Tensor]:
+    model, x, y = problem()
+    return lapis.laplace(model, (x, (y > 0).double()), "binary", structure="dense", weights="all"), x, (y > 0).double()
+
+
+def refine(path: Path) -> list[Tensor]:
+    posterior, x, y = classifier()
+    found = posterior.refine(
+        (x, y), max_rounds=4, tune=True, tolerance=1e-9, batch_size=60, checkpoint=path, progress=False
+    )
+    return [found.mean, found.elbo(), found.marginal_variance(), found.weight_prior.precision]
+
+
+def calibrate(path: Path) -> list[Tensor]:
+    posterior, x, y = classifier()
+    found = posterior.calibrate((x.flip(1), y), batch_size=30, checkpoint=path, progress=False)
+    solver = {"space": "weights", "tolerance": 1e-3}
+    implicit: Any = lapis.laplace(posterior.network.module, (x, y), "binary", structure="implicit").with_solver(
+        **solver
+    )
+    other = implicit.calibrate((x.flip(1)[:3], y[:3]), checkpoint=path.with_suffix(".implicit"), progress=False)
+    return [found.weight_prior.precision, torch.tensor(found.sharpness), other.weight_prior.precision]
+
+
+def ensemble(path: Path) -> list[Tensor]:
+    _, x, y = problem()
+    options: Any = {"size": 4, "epochs": 10, "checkpoint": path, "progress": False}
+    return [lapis.ensemble(lambda: problem()[0], (x, y), "regression", **options).predict(x).variance]
+
+
 WORKS: dict[str, Callable[[Path], list[Tensor]]] = {
-    "train": train, "draw": draw, "draw_by_sgd": draw_by_sgd, "variational": variational
+    "train": train, "draw": draw, "draw_by_sgd": draw_by_sgd, "variational": variational, "laplace": laplace,
+    "refine": refine, "calibrate": calibrate, "ensemble": ensemble,
 }  # fmt: skip
 
 

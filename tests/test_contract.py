@@ -26,6 +26,7 @@ import lapis
 from lapis.batches import map_tensors, take, tensors_in
 from lapis.network import Network
 from lapis.posteriors import GaussianPosterior, Posterior, WeightPosterior
+from lapis.posteriors.conformal import ConformalIntervals, ConformalSets
 from lapis.posteriors.predicting import drawn_network, sampled
 from lapis.posteriors.predicting import parts as prediction_parts
 from lapis.predictions import LatentGaussian, LatentMixture
@@ -359,6 +360,29 @@ def test_gaussian_posteriors_have_a_density_and_linearised_outputs(name: str) ->
     variance = posterior.functional_variance(x, diagonal=True)
     assert variance.shape == (5, 2)
     torch.testing.assert_close(variance, posterior.functional_variance(x).diagonal(dim1=-2, dim2=-1))
+
+
+@every_posterior
+def test_conformal_intervals_and_sets_have_the_layout_of_the_outputs(name: str) -> None:
+    """20 new examples allow coverages up to 20 / 21; at 0.95 the largest score decides."""
+    for problem in ("regression", "positions")[: 1 + (name == "diagonal")]:
+        posterior, model, x = fitted(name, problem)
+        new = (PROBLEMS[problem].inputs(20), PROBLEMS[problem].targets(20))
+        with untouched(model):
+            calibrated = posterior.conformal(new)
+            found = calibrated.predict(x, coverage=0.95)
+            again = calibrated.predict(new[0], coverage=0.95)
+        shape = (5, *PROBLEMS[problem].shape)
+        if isinstance(found, ConformalIntervals) and isinstance(again, ConformalIntervals):
+            assert found.lower.shape == found.upper.shape == shape
+            slack = 1e-9 * (again.upper - again.lower)
+            assert bool(((again.lower - slack <= new[1]) & (new[1] <= again.upper + slack)).all())
+        else:
+            assert isinstance(again, ConformalSets)
+            assert isinstance(found, ConformalSets)
+            assert found.members.shape == shape
+            assert found.size.shape == (5, 4, 4)
+            assert float(again.members.gather(1, new[1][:, None]).double().mean()) > 0.99
 
 
 LOAD = """

@@ -722,6 +722,18 @@ def _one_per_cent_more_of_a_small_site(
     total._total[begin:end, start:stop] += 0.01 * (total._total[begin:end, start:stop] - before)
 
 
+@functools.cache
+def _many_outputs_and_their_curvature() -> tuple[nn.Module, list[tuple[Tensor, Tensor]], list[Tensor]]:
+    """A network whose products are worth taking by factors, two batches, and the reference of each: computed once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(20, 12, bias=False), nn.Tanh(), nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(),
+        nn.Flatten(), nn.Linear(48, 15), nn.Tanh(), nn.Linear(15, 7),
+    ).double()  # fmt: skip
+    data = [(torch.randn(145, 20).double(), torch.randint(7, (145,))) for _ in range(2)]
+    return model, data, [reference.ggn(model, *batch, categorical()) for batch in data]
+
+
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
 @pytest.mark.parametrize(
     ("where", "wrong"),
@@ -732,12 +744,8 @@ def test_factors_that_are_wrong_are_noticed_and_not_used(
     where: str, wrong: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In a first fit, and in an update that adds to a sum that is there already."""
-    model = nn.Sequential(
-        nn.Linear(20, 12, bias=False), nn.Tanh(), nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(),
-        nn.Flatten(), nn.Linear(48, 15), nn.Tanh(), nn.Linear(15, 7),
-    ).to(dtype)  # fmt: skip
-    x, y = torch.randn(290, 20, dtype=dtype), torch.randint(7, (290,))
-    data = list(zip(x.split(145), y.split(145), strict=True))
+    exact, batches, halves = _many_outputs_and_their_curvature()
+    model, data = copy.deepcopy(exact).to(dtype), [(x.to(dtype), y) for x, y in batches]
     right = lapis.laplace(model, data[:1], "classification", structure="dense", prior=PRIOR)
     with monkeypatch.context() as patch:
         patch.setattr(f"lapis.curvature.blocks.gram.{where}", wrong)
@@ -747,8 +755,6 @@ def test_factors_that_are_wrong_are_noticed_and_not_used(
             3: right.update(data[1:]),
         }
     assert caplog.text.count(gram.FACTORED_PRODUCTS) == len(posteriors)
-    exact = copy.deepcopy(model).double()
-    halves = [reference.ggn(exact, one.double(), two, categorical()) for one, two in data]
     for key, posterior in posteriors.items():
         expected = halves[0].clone() if key == 1 else halves[0] + halves[1]
         expected.diagonal().add_(PRIOR)

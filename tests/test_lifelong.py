@@ -125,6 +125,21 @@ def test_memorable_examples_have_the_largest_curvature_of_their_class() -> None:
     torch.testing.assert_close(learner.memory.inputs, wanted)
 
 
+@pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal"])
+def test_the_strength_of_online_laplace_is_that_of_past_data_and_not_of_the_prior(structure: Any) -> None:
+    options: dict[str, Any] = {"structure": structure, "strength": 7.0, "prior": 2.0, **QUICK}
+    learner = lifelong.OnlineLaplace(network(), "classification", heads=2, **options)
+    learner.learn(TASKS[0], 0)
+    held = learner.posterior
+    prior = 2.0 * torch.eye(held.n_weights, dtype=F64)
+    wanted = 7.0 * (held.precision() - prior) + prior
+    moved(learner)
+    away = learner.network.flat() - held.mean
+    value, gradient = penalty_of(learner, blobs(0.0, 3, 30), 1)
+    torch.testing.assert_close(value, away @ wanted @ away / 60)
+    torch.testing.assert_close(gradient, wanted @ away / 30)
+
+
 def linear_tasks() -> list[tuple[Tensor, Tensor]]:
     """Two regressions with the same weights, of different inputs and sizes."""
     truth = torch.tensor([[1.0, -2.0, 0.5], [0.0, 1.0, 1.0]], dtype=F64)

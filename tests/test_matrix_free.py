@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import lapis
 import lapis.curvature.products.ggn
 from cases import CASES
+from lapis.evidence.fixed_point import stretch
 from lapis.posteriors.laplace.matrix_free import drawing
-from lapis.posteriors.laplace.tuning.by_draws import _stretch
 from reference import case_data, case_ggn, case_jacobians
 from untouched import untouched
 
@@ -551,14 +551,14 @@ def test_rounds_of_draws_make_up_for_the_slope_of_the_iteration(slope: float) ->
     x, before = torch.tensor([3.0, 0.5], dtype=torch.float64), None
     for _ in range(2):
         target = fixed + slope * (x - fixed)
-        step = _stretch(before, x, target) * (target - x)
+        step = stretch(before, x, target) * (target - x)
         x, before = x + step, (x, target)
     torch.testing.assert_close(x, fixed, rtol=1e-12, atol=1e-12)
-    assert bool((_stretch(before, x, x) <= 2).all())
+    assert bool((stretch(before, x, x) <= 2).all())
 
 
 def test_steep_rounds_of_draws_stay_within_bounds() -> None:
     before = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64), torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)
     here, there = torch.ones(3, dtype=torch.float64), torch.tensor([9.0, -99.0, 7.0], dtype=torch.float64)
-    assert _stretch(before, here, there).tolist() == [2.0, 0.4, 1.0]
-    assert _stretch(None, here, there).tolist() == [1.0, 1.0, 1.0]
+    assert stretch(before, here, there).tolist() == [2.0, 0.4, 1.0]
+    assert stretch(None, here, there).tolist() == [1.0, 1.0, 1.0]

@@ -85,3 +85,22 @@ def test_a_float32_noise_for_each_output_can_be_tuned(groups: str) -> None:
     assert float(tuned.log_evidence().detach()) > float(posterior.log_evidence().detach())
     twice = tuned.with_noise(2 * noise.float())
     torch.testing.assert_close(twice.log_evidence(), tuned.with_noise(2 * noise).log_evidence(), rtol=1e-6, atol=0)
+
+
+def test_a_causal_mask_of_infinities_in_a_buffer_is_no_fault() -> None:
+    """Language models keep one; infinite weights, and buffers with NaN, are refused (tests/test_bad_input.py)."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(2, 3)
+            self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.mask.softmax(-1) @ x)
+
+    x, y = torch.randn(8, 4, 2), torch.randint(3, (8, 4))
+    model = Masked()
+    prediction = lapis.laplace(model, (x, y), "classification").predict(x)
+    model.mask = model.mask.clamp_min(-1e9)
+    torch.testing.assert_close(prediction.probs, lapis.laplace(model, (x, y), "classification").predict(x).probs)

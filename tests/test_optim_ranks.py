@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as distributed
 from torch import Tensor
 
 import lapis
 from lapis.optim import IVON, VOGN
+from ranks import run
 from test_optim import N, batch, loss_of, network, weights
 
 STEPS = 3
@@ -28,10 +28,8 @@ def half(number: int, rank: int) -> tuple[Tensor, Tensor]:
     return x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4]
 
 
-def run(rank: int, folder: str) -> None:
-    """One of two processes; leaves its weights in a file for each way to train."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def trained(rank: int) -> dict[str, Tensor]:
+    """The weights of one of two processes, for each way to train."""
     found = {}
     for kind in ("ivon", "vogn", "parallel"):
         model = network()
@@ -49,8 +47,7 @@ def run(rank: int, folder: str) -> None:
         loss_of(parallel, *half(0, rank)).backward()
     with pytest.raises(lapis.OptionError, match="averaged over the ranks already"):
         optimiser.step()
-    torch.save(found, f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
+    return found
 
 
 def alone(kind: str) -> Tensor:
@@ -69,8 +66,8 @@ def alone(kind: str) -> Tensor:
 
 
 def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    first, second = run(trained, 2, tmp_path)
+    assert isinstance(first, dict), first
     for kind, value in first.items():
         assert torch.equal(value, second[kind]), kind
         assert torch.allclose(value, alone(kind), rtol=1e-9), kind

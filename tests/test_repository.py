@@ -158,6 +158,15 @@ def test_lapis_comes_with_metrics_and_with_plots_that_are_loaded_on_first_use() 
         _ = lapis.plot
 
 
+def test_every_file_of_the_package_is_installed() -> None:
+    """Pages, styles and scripts too, not code alone."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    package = ROOT / "src" / "lapis"
+    listed = {file for pattern in patterns["package-data"]["lapis"] for file in package.glob(pattern)}
+    others = {file for file in package.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
+    assert others == listed
+
+
 def test_package_is_marked_as_typed() -> None:
     assert (ROOT / "src" / "lapis" / "py.typed").is_file()
 

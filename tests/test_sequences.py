@@ -15,6 +15,7 @@ from lapis.latent import DiscreteEmissions, GaussianEmissions, HiddenMarkov
 from lapis.latent.markov.chain import log_product
 from lapis.latent.markov.emissions import Emissions
 from lapis.latent.markov.starts import random_rows
+from lapis.learning_rule import Categorical, step
 
 DOUBLE = torch.float64
 NAN = math.nan
@@ -267,3 +268,18 @@ def test_bad_sequences_are_refused() -> None:
         HiddenMarkov(3, DiscreteEmissions(torch.eye(2)))
     with pytest.raises(lapis.ModelError, match="log densities"):
         HiddenMarkov(3, nn.Linear(1, 2)).fit([1.0, 2.0])
+
+
+def test_an_observation_is_a_step_of_the_learning_rule() -> None:
+    """The last state's probabilities, given the sequence so far: conjugate steps with a categorical q."""
+    model, y = gaussian_model(states=3), torch.randn(6, 2, generator=generator_of(8), dtype=DOUBLE)
+    assert model.transitions_ is not None
+    assert model.initial_ is not None
+    assert isinstance(model.emissions_, GaussianEmissions)
+    densities = model.emissions_.log_densities(y)
+    expected = model.initial_
+    for t in range(len(y)):
+        prior = Categorical(expected.log())
+        q = step(prior, lambda z, t=t, prior=prior: -z @ densities[t] - prior.log_prob(z[None])[0], 1, "quadrature")
+        torch.testing.assert_close(model.posterior(y[: t + 1])[-1], q.mean)
+        expected = q.mean @ model.transitions_

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def test_the_m_step_comes_near_the_maximum_likelihood_of_factor_analysis() -> No
     y = y - y.mean(0)
     start = {"W": LOADINGS + 0.5 * normal(5, 4, 2), "log_noise": torch.zeros(4, dtype=DOUBLE)}
     before = start["W"].clone()
-    fit = variational_em(log_joint, "full", y, n_latent=2, parameters=start, rounds=70, draws=4)
+    with pytest.warns(lapis.LapisWarning, match="climbing"):  # and it is
+        fit = variational_em(log_joint, "full", y, n_latent=2, parameters=start, rounds=70, draws=4)
     assert torch.equal(start["W"], before)
     peer = FactorAnalysis(2, tol=1e-5, max_iter=10000).fit(y.numpy())
     noise = torch.as_tensor(peer.noise_variance_)
@@ -107,6 +109,75 @@ def test_a_network_can_be_q_and_stays_as_it_was() -> None:
     elbo, error = fit.elbo(500)
     assert log_p - elbo < 0.6 + 4 * error
     assert fit.of(normal(9, 3, 4)).means.shape == (3, 2)
+
+
+class Factors(nn.Module):
+    """The same model as a module: theta are its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W, self.log_noise = nn.Parameter(LOADINGS.clone()), nn.Parameter(torch.zeros(4, dtype=DOUBLE))
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        return log_joint(y, z, {"W": self.W, "log_noise": self.log_noise})
+
+
+def test_a_module_is_a_function_of_its_parameters_and_stays_as_it_was() -> None:
+    module = Factors()
+    how: dict[str, Any] = {"n_latent": 2, "rounds": 20, "draws": 4}
+    with pytest.warns(lapis.LapisWarning, match="climbing"):
+        by_module = variational_em(module, "full", Y, **how)
+    with pytest.warns(lapis.LapisWarning, match="climbing"):
+        by_names = variational_em(log_joint, "full", Y, parameters=dict(module.named_parameters()), **how)
+    for name, value in by_names.parameters.items():
+        torch.testing.assert_close(by_module.parameters[name], value)
+    assert isinstance(by_module.log_joint, Factors)
+    assert by_module.log_joint is not module
+    assert torch.equal(module.W, LOADINGS)
+    assert not torch.equal(by_module.log_joint.W, LOADINGS)
+
+
+def test_minibatches_come_to_the_same_posterior() -> None:
+    fit = variational_em(known, "full", Y, n_latent=2, rounds=120, batch_size=4)
+    means, covariance, _ = closed_form(LOADINGS, LOG_NOISE, Y)
+    torch.testing.assert_close(fit.q.means, means, atol=3e-2, rtol=0)
+    assert divergence(fit.q.means, fit.q.covariances, means, covariance) < 0.1
+    assert fit.converged
+
+
+def test_steps_that_have_ended_are_not_taken_for_convergence() -> None:
+    """With a tiny rate the trace is flat from the beginning, and far below the optimum."""
+    with pytest.warns(lapis.LapisWarning, match="climbing"):
+        fit = variational_em(known, "mean_field", Y, n_latent=2, rounds=30, learning_rate=1e-2)
+    assert not fit.converged
+
+
+def test_a_logistic_regression_whose_weights_scale_is_latent_too() -> None:
+    """z = (w, log s): w ~ N(0, s^2), log s ~ N(0, 1), y ~ Bernoulli(sigmoid(w x)); log p(y) by a grid."""
+    x = normal(21, 40)
+    y = (torch.rand(40, generator=torch.Generator().manual_seed(22), dtype=DOUBLE) < (2 * x).sigmoid()).double()
+
+    def joint(data: tuple[Tensor, Tensor], z: Tensor) -> Tensor:
+        (inputs, labels), (w, log_s) = data, z.unbind(-1)
+        logits = w[..., None] * inputs
+        seen = (labels * logits - nn.functional.softplus(logits)).sum(-1)
+        weight = -0.5 * (w / log_s.exp()).square() - log_s
+        return seen + weight - 0.5 * log_s.square() - math.log(2 * math.pi)
+
+    fit = variational_em(joint, "full", (x[None], y[None]), n_latent=2, rounds=80)
+    w, log_s = torch.linspace(-3, 9, 400, dtype=DOUBLE), torch.linspace(-5, 5, 400, dtype=DOUBLE)
+    grid = torch.stack(torch.meshgrid(w, log_s, indexing="ij"), -1).reshape(-1, 1, 2)
+    cell = float((w[1] - w[0]) * (log_s[1] - log_s[0]))
+    log_p = joint((x[None], y[None]), grid)[:, 0]
+    evidence = float(log_p.logsumexp(0)) + math.log(cell)
+    log_q = fit.q.log_prob(grid)[:, 0]
+    kl = float((log_q.exp() * (log_q - log_p + evidence)).sum() * cell)
+    elbo, error = fit.elbo(4000)
+    assert fit.converged
+    assert 0 < kl < 0.1
+    assert abs(kl + elbo - evidence) < 4 * error + 1e-3
+    mean = float(((log_p - evidence).exp() * grid[:, 0, 0]).sum() * cell)
+    assert float(fit.q.means[0, 0]) == pytest.approx(mean, abs=0.05)
 
 
 def test_bad_input_is_refused() -> None:

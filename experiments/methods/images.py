@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from trust.data import Labelled, pixels_of, rotated
+from trust.data import Labelled, pixels_of
 
 
 @dataclass(frozen=True)
@@ -53,64 +51,6 @@ def small_digits(seed: int, train: int = 300) -> Images:
     parts = (known[:train], known[train : train + 100], known[train + 100 : train + 200])
     fitted, held, tested = ((x[part], y[part]) for part in parts)
     return Images(fitted, held, tested, x[y >= 8][:100])
-
-
-# -- shifts -------------------------------------------------------------------------------------------------
-
-Shift = Callable[[Tensor], Tensor]
-
-
-def noisy(x: Tensor, strength: float) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return (x + strength * torch.randn(x.shape, generator=generator)).clamp(0, 1)
-
-
-def blurred(x: Tensor, deviation: float) -> Tensor:
-    """A Gaussian blur, with zeros beyond the edges."""
-    reach = round(3 * deviation)
-    taps = torch.exp(-0.5 * (torch.arange(-reach, reach + 1) / deviation).square())
-    taps = taps / taps.sum()
-    channels = x.shape[1]
-    for shape, padding in (((1, 1, -1, 1), (reach, 0)), ((1, 1, 1, -1), (0, reach))):
-        kernel = taps.reshape(shape).expand(channels, 1, *taps.reshape(shape).shape[2:])
-        x = nn.functional.conv2d(x, kernel, padding=padding, groups=channels)
-    return x
-
-
-def faded(x: Tensor, kept: float) -> Tensor:
-    """Less contrast: differences from the image's mean shrink."""
-    mean = x.mean((1, 2, 3), keepdim=True)
-    return mean + kept * (x - mean)
-
-
-def moved(x: Tensor, share: float) -> Tensor:
-    """Moved down and to the right by a share of the width, zeros coming in."""
-    by = max(1, round(share * x.shape[-1]))
-    return nn.functional.pad(x, (by, 0, by, 0))[..., : x.shape[-2], : x.shape[-1]]
-
-
-DEGREES = tuple(range(0, 181, 15))
-STRENGTHS: dict[str, tuple[Callable[[Tensor, float], Tensor], tuple[float, ...]]] = {
-    "noise": (noisy, (0.05, 0.1, 0.2, 0.3, 0.4)),
-    "blur": (blurred, (0.5, 0.75, 1.0, 1.5, 2.0)),
-    "contrast": (faded, (0.7, 0.5, 0.35, 0.2, 0.1)),
-    "shift": (moved, (0.04, 0.08, 0.12, 0.16, 0.2)),
-}
-
-
-def rotations() -> dict[str, Shift]:
-    return {f"{angle}": partial(rotated, degrees=float(angle)) for angle in DEGREES}
-
-
-def corruptions() -> dict[str, Shift]:
-    found: dict[str, Shift] = {"clean": lambda x: x}
-    for kind, (corrupt, levels) in STRENGTHS.items():
-        found |= {f"{kind} {level + 1}": partial(_at, corrupt, value) for level, value in enumerate(levels)}
-    return found
-
-
-def _at(corrupt: Callable[[Tensor, float], Tensor], strength: float, x: Tensor) -> Tensor:
-    return corrupt(x, strength)
 
 
 # -- networks -----------------------------------------------------------------------------------------------

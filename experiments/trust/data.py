@@ -6,7 +6,6 @@ Data sets are looked for in $LAPIS_DATA, then in ../shared/data; digits come fro
 from __future__ import annotations
 
 import gzip
-import math
 import os
 from collections import Counter
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+import lapis
 from lapis.cli import experiment as demo
 
 ROOT = Path(__file__).parents[2]
@@ -103,18 +103,12 @@ def cifar(seed: int, train: int) -> Data:
 
 def pixels_of(name: str, split: str) -> Labelled:
     """Images (N, channels, height, width) in 0..1, and classes."""
-    with np.load(folder() / f"{name}.npz", allow_pickle=False) as file:
-        x = torch.from_numpy(file[f"x_{split}"]).float() / 255
-        y = torch.from_numpy(file[f"y_{split}"].astype(np.int64))
-    return (x[:, None] if x.dim() == 3 else x.permute(0, 3, 1, 2).contiguous()), y
+    return lapis.data.images(name, split)
 
 
 def rotated(x: Tensor, degrees: float = ROTATION) -> Tensor:
     """Images turned, bilinear, the corners filled with zeros."""
-    turn = math.radians(degrees)
-    matrix = torch.tensor([[math.cos(turn), -math.sin(turn), 0.0], [math.sin(turn), math.cos(turn), 0.0]])
-    grid = nn.functional.affine_grid(matrix.expand(len(x), 2, 3), list(x.shape), align_corners=False)
-    return nn.functional.grid_sample(x, grid, align_corners=False)
+    return lapis.data.rotated(x, degrees)
 
 
 def sentences(name: str, other: str, seed: int, length: int) -> Data:

@@ -24,6 +24,7 @@ from lapis.errors import (
     NotPositiveDefiniteError,
     OptionError,
     PriorError,
+    RankError,
     StructureError,
 )
 from lapis.likelihoods import (
@@ -35,6 +36,7 @@ from lapis.likelihoods import (
     Likelihood,
     Poisson,
 )
+from lapis.linear_models import LinearPosterior, RandomFourierFeatures, linear
 from lapis.network import split_vector
 from lapis.normalised import normalised_groups
 from lapis.options import check_arguments
@@ -54,22 +56,26 @@ from lapis.posteriors.laplace.subnetwork import Subnetwork
 from lapis.posteriors.mixture import mixture
 from lapis.predictions import Prediction
 from lapis.priors import Prior
+from lapis.reports import report
 from lapis.training import Comparison, compare, ensemble, swag, train
 from lapis.training.variational.fit import variational
 
 if TYPE_CHECKING:
-    from lapis import plots
+    from lapis import data, export, imaging, plots
+    from lapis.estimators import LaplaceClassifier, LaplaceRegressor
 else:
 
     def __getattr__(name: str) -> Any:
-        """`lapis.plots`, imported when first used: matplotlib takes a noticeable part of a second."""
-        if name == "plots":
-            return import_module("lapis.plots")
+        """Rooms that most programs do not need, imported when first used."""
+        if name in ("data", "export", "imaging", "plots"):
+            return import_module(f"lapis.{name}")
+        if name in ("LaplaceClassifier", "LaplaceRegressor"):
+            return getattr(import_module("lapis.estimators"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 try:
-    __version__ = version("lapis")
+    __version__ = version("lapis-bayes")
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
 
@@ -107,9 +113,12 @@ __all__ = [
     "ImplicitPosterior",
     "LapisError",
     "LapisWarning",
+    "LaplaceClassifier",
     "LaplacePosterior",
+    "LaplaceRegressor",
     "Likelihood",
     "LikelihoodError",
+    "LinearPosterior",
     "MemoryBudgetError",
     "ModelError",
     "NotPositiveDefiniteError",
@@ -119,18 +128,24 @@ __all__ = [
     "Prediction",
     "Prior",
     "PriorError",
+    "RandomFourierFeatures",
+    "RankError",
     "StructureError",
     "Subnetwork",
     "VariationalPosterior",
     "active",
     "compare",
+    "data",
     "decisions",
     "dropout",
     "ensemble",
+    "export",
+    "imaging",
     "laplace",
     "latent",
     "learning_rule",
     "lifelong",
+    "linear",
     "load",
     "load_statistics",
     "merge",
@@ -140,6 +155,7 @@ __all__ = [
     "optim",
     "plots",
     "register_rule",
+    "report",
     "statistics",
     "swag",
     "train",

@@ -1,7 +1,8 @@
 """Data in any of the usual forms as a stream of checked (inputs, targets) batches.
 
 Inputs are a tensor, a tuple (passed as positional arguments) or a mapping (passed as keywords); the first axis of every
-tensor counts examples.
+tensor counts examples. Targets may also lie among the entries of a mapping, under "labels" (Hugging Face), and what
+follows them in a triple, the examples' indices or names, is dropped.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ Inputs: TypeAlias = Any
 
 DEFAULT_BATCH_SIZE = 512
 
+LABELS = ("labels", "label")
+"""Names of the targets in a batch that is a dictionary."""
+
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
@@ -44,6 +48,8 @@ class Batch:
     targets: Tensor
     index: int
     start: int = 0
+    position: int | None = None
+    """Index of its first example among those of all ranks; None where all data are in this process's stream."""
 
     @property
     def where(self) -> str:
@@ -67,7 +73,8 @@ class Batch:
 
     def chosen(self, indices: Tensor) -> Batch:
         """The examples with these indices, in that order."""
-        return Batch(map_tensors(lambda tensor: tensor[indices], self.inputs), self.targets[indices], self.index)
+        chosen = map_tensors(lambda tensor: tensor[indices], self.inputs)
+        return Batch(chosen, self.targets[indices], self.index, position=self.position)
 
 
 def joined(parts: Sequence[Batch]) -> Batch | None:
@@ -200,15 +207,46 @@ def check_finite(inputs: Inputs, where: str) -> None:
             )
 
 
-def is_pair(data: Any) -> bool:
-    """Whether data is a pair (inputs, targets), whose second member is an array, and not a sequence of batches."""
-    return isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], (Tensor, np.ndarray))
+def inputs_and_targets(item: Any) -> tuple[Any, Any] | None:
+    """Inputs and targets of a batch in one of the usual forms; None if it is of no such form.
+
+    These are (inputs, targets), a dictionary with the targets under "labels", and (inputs, targets, index), where the
+    index is a whole number of its own, or a name, for each example. Other triples may have two inputs.
+    """
+    if isinstance(item, Mapping):
+        name = next((name for name in LABELS if name in item), None)
+        return None if name is None else ({key: item[key] for key in item if key != name}, item[name])
+    if not isinstance(item, (tuple, list)):
+        return None
+    if len(item) == 2 or (len(item) == 3 and _identifies(item[2])):
+        return item[0], item[1]
+    return None
+
+
+def _identifies(values: Any) -> bool:
+    """Whether the values are different whole numbers, or strings."""
+    if isinstance(values, (tuple, list)) and values and all(isinstance(value, str) for value in values):
+        return True
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
+        values = torch.as_tensor(values)
+    whole = isinstance(values, Tensor) and not values.is_floating_point() and values.dtype != torch.bool
+    return whole and values.dim() == 1 and len(values.unique()) == len(values)
+
+
+def whole_pair(data: Any) -> tuple[Any, Any] | None:
+    """Inputs and targets of all data in one piece: a pair whose second member is an array, a dictionary with labels."""
+    if isinstance(data, Mapping) or (isinstance(data, (tuple, list)) and len(data) == 2):
+        pair = inputs_and_targets(data)
+        if pair is not None and isinstance(pair[1], (Tensor, np.ndarray)):
+            return pair
+    return None
 
 
 def _stream(data: Any, batch_size: int, dtype: torch.dtype, device: torch.device) -> Iterable[Any]:
     """The data as an iterable of batches, which `batches` then checks one by one."""
-    if is_pair(data):
-        inputs, targets = as_inputs(data[0], dtype, device), _tensor(data[1], "targets")
+    pair = whole_pair(data)
+    if pair is not None:
+        inputs, targets = as_inputs(pair[0], dtype, device), _tensor(pair[1], "targets")
         length = batch_length(inputs)
         if targets.dim() == 0 or targets.shape[0] != length:
             raise DataError(
@@ -245,18 +283,20 @@ def batches(
     def walk() -> Iterator[Batch]:
         index, examples = -1, 0
         for index, item in enumerate(stream):
-            if not (isinstance(item, (tuple, list)) and len(item) == 2):
+            pair = inputs_and_targets(item)
+            if pair is None:
                 raise DataError(
                     f"Batch {index} is not a pair",
-                    expected="(inputs, targets); several inputs as a tuple or a dictionary in the first place",
+                    expected='(inputs, targets), (inputs, targets, index), or a dictionary with "labels"; several '
+                    "inputs as a tuple or a dictionary in the first place",
                     got=f"{type(item).__name__} of length {len(item)}"
                     if isinstance(item, (tuple, list))
-                    else type(item).__name__,
-                    do="yield pairs, or pass one pair of tensors (or arrays)",
+                    else describe(item),
+                    do="yield pairs, as in ((ids, mask), labels), or pass one pair of tensors (or arrays)",
                 )
             with naming(f"batch {index}"):
-                inputs = as_inputs(item[0], dtype, device)
-                targets = _tensor(item[1], "targets").to(device)
+                inputs = as_inputs(pair[0], dtype, device)
+                targets = _tensor(pair[1], "targets").to(device)
                 length = batch_length(inputs)
             if targets.dim() == 0 or targets.shape[0] != length:
                 raise DataError(

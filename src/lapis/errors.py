@@ -55,5 +55,9 @@ class FileError(LapisError):
     """A file that is not a whole and unchanged Lapis posterior, or belongs to another network."""
 
 
+class RankError(LapisError):
+    """Another process of torch.distributed failed, died, or does not answer: the work of all of them ends."""
+
+
 class LapisWarning(UserWarning):
     """A choice made on the user's behalf that changes the answer."""

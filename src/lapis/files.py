@@ -17,7 +17,7 @@ import secrets
 import socket
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -82,13 +82,23 @@ def write(
     """
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps({"kind": kind, **config})
-    target = _target(path)
     digest = tensors_digest(held, f"{FORMAT} {text}")
     header = {"format": str(FORMAT), "lapis": text, "digest": digest, "seal": _seal(key, digest)}
+    _replace(path, lambda file: _store(file, held, header))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a page or a table in the same way."""
+    _replace(path, lambda file: file.write(text.encode()))
+
+
+def _replace(path: str | os.PathLike[str], fill: Callable[[BinaryIO], object]) -> None:
+    """Fill a new file beside the target, then rename it."""
+    target = _target(path)
     try:
         with _partial(target) as partial:
             with open(partial, "r+b") as file:
-                _store(file, held, header)
+                fill(file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, target)
@@ -255,6 +265,15 @@ def read(path: Path, kind: str = "posterior") -> Contents:
             do="choose another path",
         )
     return Contents(path, kind, config, tensors, digest, header.get("seal", ""))
+
+
+def kind_of(path: Path) -> str:
+    """Of which kind a file says it is; empty if it does not. `read` checks it."""
+    header, _ = _opened(path, "file")
+    try:
+        return str(json.loads(header.get("lapis", "{}")).get("kind", ""))
+    except (ValueError, AttributeError, RecursionError):
+        return ""
 
 
 def _opened(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -208,6 +208,24 @@ def checked_numbers(name: str, value: Any) -> Tensor:
     return numbers
 
 
+def checked_device(device: str | torch.device) -> torch.device:
+    """The device, if this torch has it; not "meta", where numbers have no values."""
+    try:
+        found = torch.device(device)
+        if found.type != "meta":
+            torch.empty(0, device=found)
+            return found
+        reason = "no place for values"
+    except (RuntimeError, AssertionError, ImportError) as error:  # torch without CUDA asserts
+        reason = str(error).splitlines()[0]
+    raise OptionError(
+        "Bad device",
+        expected="one that this torch can use, such as 'cpu' or 'cuda'",
+        got=f"{str(device)!r} ({reason})",
+        do="choose another",
+    )
+
+
 def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Raise unless `value` is one of the words in `allowed`.
 

@@ -23,10 +23,22 @@ from torch.utils.data import DataLoader
 import lapis
 from fuzz import rooms
 from fuzz.worlds import FITS, World
+from lapis.batches import tensors_in
 from lapis.solvers import Diagonal, Operator
 
 SIGNED = frozenset(
-    {"seed", "ignore_index", "max_iterations", "mean", "momentum", "precision", "log_determinant", "axis", "rank"}
+    {
+        "seed",
+        "ignore_index",
+        "max_iterations",
+        "mean",
+        "momentum",
+        "precision",
+        "log_determinant",
+        "axis",
+        "rank",
+        "limits",
+    }
 )
 """Numbers that may be zero or negative, or are checked when used."""
 
@@ -171,6 +183,13 @@ BY_NAME: dict[str, Make] = {
 }
 """Right values by name."""
 
+
+def first_numbers(inputs: Any) -> Tensor:
+    """Features of inputs of any form: two numbers of each example, (B, 2)."""
+    rows = next(iter(tensors_in(inputs))).flatten(1)
+    return rows[:, [0, -1]].double()
+
+
 IN: dict[str, dict[str, Make]] = {
     "metrics": {
         "targets": lambda w, r, o: torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]),
@@ -183,6 +202,17 @@ IN: dict[str, dict[str, Make]] = {
         "data": lambda w, r, o: None,
         "colour": lambda w, r, o: "black",
         "labels": lambda w, r, o: ("one", "two"),
+        "uncertainties": lambda w, r, o: {"one": torch.rand(8, dtype=w.dtype, generator=generator(r))},
+        "accuracies": lambda w, r, o: torch.rand(3, 3, dtype=w.dtype, generator=generator(r)),
+        "tasks": lambda w, r, o: r.choice([None, ["a", "b", "c"]]),
+        "limits": lambda w, r, o: (-1.0, 1.0, -1.0, 1.0),
+        "resolution": lambda w, r, o: r.choice([1, 5]),
+        "quantity": lambda w, r, o: None,
+        "points": lambda w, r, o: r.choice([2, 5]),
+    },
+    "kernel_matrix": {
+        "kernel": lambda w, r, o: torch.eye(4, dtype=w.dtype),
+        "labels": lambda w, r, o: r.choice([None, torch.tensor([1, 0, 1, 0])]),
     },
     "load": {"path": lambda w, r, o: w.file, "data": lambda w, r, o: None, "likelihood": lambda w, r, o: None},
     "LowRankPlusDiagonal": {"vectors": lambda w, r, o: rows_for(w, o)},
@@ -192,6 +222,7 @@ IN: dict[str, dict[str, Make]] = {
     "functional_variance": {"diagonal": lambda w, r, o: r.random() < 0.5},
     "targets": {"y": lambda w, r, o: w.targets},
     "train": {"model": lambda w, r, o: w.copy_of_model()},
+    "linear": {"features": lambda w, r, o: first_numbers},
     "swag": {
         "model": lambda w, r, o: w.copy_of_model(),
         "snapshots": lambda w, r, o: r.choice([2, 3]),

@@ -12,8 +12,7 @@ the posterior mends that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 import lapis
 from lapis import metrics
+from lapis.cli.shell import one_thread
 from lapis.predictions import ClassificationPrediction
 
 KNOWN, HELD_OUT = tuple(range(8)), (8, 9)
@@ -132,17 +132,6 @@ def trained(data: tuple[Tensor, Tensor], setting: Setting) -> nn.Sequential:
         optimiser.step()
         schedule.step()
     return model.eval()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run on one thread: faster for arrays this small, especially on busy cores, and sums are reproducible."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @one_thread()

@@ -13,6 +13,16 @@ import typer
 from rich.console import Console
 
 import lapis
+from lapis.cli.experiments import experiment as run_experiment
+from lapis.cli.info import info
+from lapis.cli.playing import playground
+from lapis.cli.tables.compare import compare
+from lapis.cli.tables.diagnose import diagnose
+from lapis.cli.tables.evaluate import evaluate
+from lapis.cli.tables.export import export
+from lapis.cli.tables.fit import fit
+from lapis.cli.tables.predict import predict
+from lapis.cli.tables.report import report
 from lapis.progress import track
 
 app = typer.Typer(
@@ -22,6 +32,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+for command in (fit, predict, evaluate, diagnose, compare, info, export, report, playground):
+    app.command()(command)
+app.command("experiment")(run_experiment)
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -84,3 +98,43 @@ def demo(
     console.print(
         f"Figure of the first split: {out}   ({time.perf_counter() - started:.1f} s)", style="dim", soft_wrap=True
     )
+
+
+def _image_path(value: Path | None) -> Path | None:
+    if value is not None and not value.is_file():
+        raise typer.BadParameter(f"{value} is no file.")
+    return value
+
+
+@app.command()
+def tomography(
+    image: Annotated[
+        Path | None, typer.Argument(callback=_image_path, help="Picture to measure; the Shepp-Logan phantom without.")
+    ] = None,
+    angles: Annotated[int, typer.Option(min=1, max=1000, help="Number of projections.")] = 20,
+    noise: Annotated[float, typer.Option(min=1e-4, max=1, help="Relative to the mean projection.")] = 0.05,
+    size: Annotated[int, typer.Option(min=8, max=512, help="Pixels along the longer side, at most.")] = 48,
+    iterations: Annotated[int, typer.Option(min=1, help="Of training.")] = 1500,
+    channels: Annotated[int, typer.Option(min=1, max=256, help="Of the U-net.")] = 16,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write to.")] = Path("lapis-tomography"),
+) -> None:
+    """Reconstruct an image from few noisy X-ray projections, with an error map: mean, samples, report."""
+    from lapis.cli import tomography as command
+
+    started = time.perf_counter()
+    console = Console(highlight=False)
+    try:
+        truth = command.load_image(image, size)
+        out.mkdir(parents=True, exist_ok=True)
+        result = command.run(truth, angles, noise, iterations, channels, seed)
+        written = command.write(result, out)
+    except (lapis.LapisError, OSError) as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {error}", highlight=False)
+        raise typer.Exit(1) from error
+    for name, (psnr, ssim) in result.scores().items():
+        console.print(f"{name:26} PSNR {psnr:5.2f}   SSIM {ssim:.3f}")
+    per_pixel = float(result.reconstruction.log_prob(truth)) / truth.numel()
+    console.print(f"Log likelihood per pixel: {per_pixel:.3f}. Within two deviations: {100 * result.coverage():.1f} %.")
+    files = ", ".join(path.name for path in written)
+    console.print(f"{out}: {files}   ({time.perf_counter() - started:.1f} s)", style="dim", soft_wrap=True)

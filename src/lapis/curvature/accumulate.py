@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch, digest, naming
+from lapis.checkpoint import Checkpoint
 from lapis.curvature.backward.contributions import one_seed
 from lapis.curvature.backward.record import Record
 from lapis.curvature.backward.seeds import curvature_seeds, position_seeds
@@ -24,10 +25,62 @@ from lapis.curvature.working_memory import (
     part_length,
     seeds_at_once,
 )
-from lapis.errors import ModelError
+from lapis.errors import DataError, ModelError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.progress import track
+from lapis.ranks import Ranks
+from lapis.schema import count, tensor
+from lapis.shards import Shard
+
+SETTLED_BATCHES = 8
+"""With a checkpoint, what is buffered is added to the sums after every so many batches: only then can it be written."""
+
+
+class Resumable:
+    """A pass over data that goes on from a checkpoint, bit for bit as if it had not been cut short.
+
+    Args:
+        checkpoint: its file.
+        passed: number of this pass among those of a fit.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, passed: int = 0) -> None:
+        self.checkpoint, self.passed = checkpoint, passed
+
+    @property
+    def later(self) -> bool:
+        """Whether the file is of a later pass: this one was finished."""
+        return bool(self.checkpoint.facts) and count(self.checkpoint.facts, "pass", least=0) > self.passed
+
+    def resume(self, curvature: Curvature, generator: torch.Generator) -> int:
+        """Load the sums of an earlier run; returns the number of batches in them."""
+        tensors, facts = self.checkpoint.tensors, self.checkpoint.facts
+        if not facts or facts["pass"] != self.passed:
+            return 0
+        curvature.resume(tensors, facts)
+        generator.set_state(tensor(tensors, "generator", (-1,), torch.uint8))
+        return count(facts, "batches")
+
+    def check_same(self, skipped: int, curvature: Curvature) -> None:
+        """DataError unless the batches that were skipped are those of the sums."""
+        if skipped != curvature.digest:
+            raise DataError(
+                "The data have changed since the checkpoint was written",
+                expected=f"the same {curvature.n_data:,} examples first, in the same order",
+                got="others",
+                do="pass the same data without shuffling them, or delete the file to start anew",
+            )
+
+    def follow(self, curvature: Curvature, generator: torch.Generator, batches: int) -> None:
+        """Write the sums when it is time."""
+        if batches % SETTLED_BATCHES:
+            return
+        for block in chain(curvature.blocks, *(curvature.apart or ())):
+            block.flush()
+        tensors, facts = curvature.running()  # forms the sums, whether they are written or not
+        state = {"generator": generator.get_state().clone()}
+        self.checkpoint.offer(tensors | state, facts | {"batches": batches, "pass": self.passed})
 
 
 def accumulate(
@@ -40,17 +93,37 @@ def accumulate(
     generator: torch.Generator,
     memory_budget: int,
     progress: bool | None,
+    shard: Shard | None = None,
+    kept: Resumable | None = None,
 ) -> None:
-    """Add a pass over a stream of batches, `total` of them if known, to `curvature`."""
+    """Add a pass over a stream of batches, `total` of them if known, to `curvature`.
+
+    With a `shard`, each rank adds batches of its own, and all end with the sums over all of them. With `kept`, a pass
+    that was cut short goes on from the file.
+    """
     work = work_bytes(memory_budget)
-    with network.prepared():
-        for batch in track(stream, "curvature", total, progress):
+    with network.prepared(), nullcontext() if shard is None else shard.ranks.together("pass over the data"):
+        done = 0 if kept is None else kept.resume(curvature, generator)
+        skipped, number = 0, -1
+        for number, batch in enumerate(track(stream, "curvature", total, progress)):
+            curvature.sample.add(batch)
+            if number < done:
+                skipped = (skipped + digest(batch.inputs, batch.targets)) % 2**64
+                continue
+            if kept is not None and number == done:
+                kept.check_same(skipped, curvature)
             for part in batch.split(min(part_length(curvature, work), _with_factors(curvature, work))):
                 _add_batch(curvature, network, likelihood, part, generator, work)
-            curvature.sample.add(batch)
-    if curvature.apart is not None:
-        for block in chain.from_iterable(curvature.apart):
+            if kept is not None:
+                kept.follow(curvature, generator, number + 1)
+        if kept is not None and number < done:
+            kept.check_same(skipped, curvature)
+        for block in chain(curvature.blocks, *(curvature.apart or ())):
             block.flush()
+    if shard is not None:
+        shard.check_repeats(curvature.digest, curvature.n_data)
+        curvature.over_ranks(shard.ranks)
+    if curvature.apart is not None:
         assert likelihood.noise is not None
         curvature.combine((likelihood.noise.detach().double() ** -2).expand(curvature.outputs).tolist())
     for block in curvature.blocks:
@@ -64,6 +137,8 @@ def accumulate(
                 + ("" if network.dtype == torch.float64 else ", use float64: model.double()")
                 + ", or leave out inputs at which a root or a norm in the network has no derivative",
             )
+    if shard is not None:
+        curvature.decompose(shard.ranks)
 
 
 def accumulate_factors(
@@ -73,8 +148,12 @@ def accumulate_factors(
     *,
     memory_budget: int,
     progress: bool | None,
+    ranks: Ranks | None = None,
 ) -> None:
-    """Add sum_n J_n^T S_n S_n^T J_n of batches with given factors S (B, T, C, R), instead of the likelihood's own."""
+    """Add sum_n J_n^T S_n S_n^T J_n of batches with given factors S (B, T, C, R), instead of the likelihood's own.
+
+    With `ranks`, of the batches that all of them have.
+    """
     work = work_bytes(memory_budget)
     with network.prepared():
         for batch, factor in track(parts, "curvature", len(parts), progress):
@@ -89,6 +168,8 @@ def accumulate_factors(
                     done += len(group)
     for block in curvature.blocks:
         block.flush()
+    if ranks is not None:
+        curvature.add_up(ranks)
 
 
 def _add_batch(

@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load, save
+from torch import Tensor
 
-from lapis.batches import Batch, example_digests, joined, tensors_in
+from lapis.batches import Batch, example_digests, joined, map_tensors, tensors_in
+from lapis.ranks import Ranks
 
 MOST_EXAMPLES, MOST_BYTES, MOST_OUTPUTS = 512, 8 * 2**20, 2**15
 """The size of a sample, in examples, in bytes, and in outputs: predictions may take a backward pass for each."""
@@ -34,6 +39,8 @@ class Sample:
 
     def add(self, batch: Batch) -> None:
         """Let the examples of a batch take part in the draw."""
+        if batch.position is not None:  # the numbers that these examples would draw in one process
+            self._random = np.random.Generator(np.random.PCG64(0).advance(batch.position))
         drawn = self._random.random(len(batch))
         if not self._pieces:
             held = sum(tensor.nbytes for tensor in (*tensors_in(batch.inputs), batch.targets))
@@ -83,8 +90,39 @@ class Sample:
                 same._pieces.append((numbers[stays], batch.chosen(torch.tensor(stays, device=batch.targets.device))))
         return same
 
+    def over_ranks(self, ranks: Ranks) -> None:
+        """Make it a sample of the examples of all ranks: that of one process that saw them all."""
+        self._drop()
+        self._room = min(ranks.numbers(self._room))
+        if not self._room or not min(ranks.numbers(len(self._pieces))):
+            self._pieces = []
+            return
+        like = self._pieces[0][1]
+        numbers = ranks.gathered(torch.from_numpy(np.concatenate([each for each, _ in self._pieces]))).numpy()
+        if len(numbers) > self._room:
+            self._limit = float(np.partition(numbers, self._room - 1)[self._room - 1])
+        self._drop()
+        packed: dict[str, Tensor] = {}
+        for i, (drawn, batch) in enumerate(self._pieces):
+            packed |= {f"{i}.numbers": torch.from_numpy(drawn), f"{i}.position": torch.tensor(batch.position or 0)}
+            tensors = (batch.targets, *tensors_in(batch.inputs))
+            packed |= {f"{i}.{j}": tensor.cpu().contiguous() for j, tensor in enumerate(tensors)}
+        found = []
+        for message in ranks.messages(save(packed) if packed else b""):
+            theirs = load(message) if message else {}
+            for i in range(sum(name.endswith(".numbers") for name in theirs)):
+                members = [theirs[f"{i}.{j}"].to(like.targets.device) for j in range(len(tensors_in(like.inputs)) + 1)]
+                inputs = map_tensors(partial(_next, iter(members[1:])), like.inputs)
+                batch = Batch(inputs, members[0], i, position=int(theirs[f"{i}.position"]))
+                found.append((theirs[f"{i}.numbers"].numpy(), batch))
+        self._pieces = sorted(found, key=lambda piece: piece[1].position or 0)
+
     def clone(self) -> Sample:
         """A copy that can be added to without changing this one."""
         same = copy.copy(self)
         same._random, same._pieces = copy.deepcopy(self._random), list(self._pieces)
         return same
+
+
+def _next(remaining: Iterator[Tensor], _: Tensor) -> Tensor:
+    return next(remaining)

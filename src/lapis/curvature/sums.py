@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,10 @@ from lapis.curvature.blocks.block import Block
 from lapis.curvature.blocks.partition import to_device
 from lapis.curvature.sample import Sample
 from lapis.curvature.tape import Tape
+from lapis.ranks import Ranks
+from lapis.schema import count, entry, tensor, under
+
+log = logging.getLogger("lapis")
 
 MOST_APART = 8
 """Up to this many outputs with Gaussian noise are kept apart, so that each can have its own."""
@@ -138,6 +144,67 @@ class Curvature:
         same.statistics = self.statistics + sign * other.statistics
         same.n_data, same.digest = self.n_data + sign * other.n_data, (self.digest + sign * other.digest) % 2**64
         return same
+
+    def running(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The sums in the midst of a pass over the data, as tensors and facts for a checkpoint."""
+        groups = {"block": self.blocks} if self.apart is None else {f"output{c}": b for c, b in enumerate(self.apart)}
+        tensors = {
+            f"{group}.{i}.{name}": tensor for number, (group, blocks) in enumerate(groups.items())
+            for i, block in enumerate(blocks) for name, tensor in block.part_state(number == 0).items()
+        }  # fmt: skip
+        eps = [block.eps() for blocks in groups.values() for block in blocks]
+        return tensors | {"statistics": self.statistics}, {"n_data": self.n_data, "digest": self.digest, "eps": eps}
+
+    def resume(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on from sums that `running` gave; FileError where they are not of this form."""
+        groups = {"block": self.blocks} if self.apart is None else {f"output{c}": b for c, b in enumerate(self.apart)}
+        every = [block for blocks in groups.values() for block in blocks]
+        for block, eps in zip(every, entry(facts, "eps", list[dict[str, float]]), strict=True):
+            block.take_eps(eps)
+        for number, (group, blocks) in enumerate(groups.items()):
+            for i, block in enumerate(blocks):
+                block.load(block.check_state(under(f"{group}.{i}.", dict(tensors)), part=number > 0))
+                block.is_hessian = self.kind == "hessian"
+        to_device(every, self.tape.network.device)
+        self.statistics = tensor(tensors, "statistics", (-1,)).to(self.tape.network.device)
+        self.n_data, self.digest = count(facts, "n_data", least=0), count(facts, "digest", least=0)
+
+    def over_ranks(self, ranks: Ranks) -> None:
+        """Replace this rank's sums by those over the data of all ranks, the same everywhere."""
+        digits = [self.digest >> shift & 0xFFFF for shift in range(0, 64, 16)]  # whose sums float64 holds exactly
+        facts = self.statistics.new_tensor([self.n_data, *digits])
+        self.add_up(ranks, self.statistics, facts)
+        self.n_data, *sums = (int(number) for number in facts.tolist())
+        self.digest = sum(part << shift for part, shift in zip(sums, range(0, 64, 16), strict=True)) % 2**64
+        self.sample.over_ranks(ranks)
+
+    def add_up(self, ranks: Ranks, *others: Tensor) -> None:
+        """Sum the blocks over the ranks, and other tensors with them in the same all-reduce."""
+        groups = [self.blocks] if self.apart is None else self.apart  # `blocks` are combined from those apart
+        pairs = [(block, block.part_state(c == 0)) for c, blocks in enumerate(groups) for block in blocks]
+        summed = [state[name] for block, state in pairs for name in block.added if name in state]
+        sent = ranks.add_up([*others, *summed])
+        log.info("curvature: %s bytes summed over %d processes", f"{sent:,}", ranks.size)
+        for block, state in pairs:
+            block.load(state)
+
+    def decompose(self, ranks: Ranks) -> None:
+        """Find the blocks' costly decompositions, each on one rank, for all of them."""
+        loads = [0.0] * ranks.size
+        owners = {}
+        for block in sorted(self.blocks, key=lambda block: -block.decomposing()):
+            if block.decomposing():
+                owners[id(block)] = rank = loads.index(min(loads))
+                loads[rank] += block.decomposing()
+        shared = [block for block in self.blocks if id(block) in owners]
+        found = {}
+        with ranks.together("eigendecompositions"):
+            for block in shared:
+                found[id(block)] = block.decomposition(like=owners[id(block)] != ranks.rank)
+        for block in shared:
+            for part in found[id(block)]:
+                ranks.share(part, owners[id(block)])
+            block.take_decomposition(found[id(block)])
 
     def emptied(self) -> Curvature:
         """A copy without curvature, in the same bases; it keeps the statistics and the data's fingerprint."""

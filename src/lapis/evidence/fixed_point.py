@@ -12,10 +12,15 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lapis.evidence.point import Evaluate, Point, limits
 from lapis.evidence.search import HALVINGS, Search, within
+
+SHORTEST, LONGEST = 0.4, 2.0
+"""Bounds of 1 / (1 - s): slopes from -1.5 to 0.5 are corrected fully."""
 
 MEMORY = 5
 """Number of past iterates used by the extrapolation."""
@@ -64,3 +69,12 @@ def _extrapolated(past: deque[tuple[NDArray[Any], NDArray[Any]]]) -> NDArray[Any
     mix = np.linalg.lstsq(differences, steps[:, -1], rcond=None)[0]
     step: NDArray[Any] = steps[:, -1] - (np.diff(iterates) + differences) @ mix
     return step
+
+
+def stretch(before: tuple[Tensor, Tensor] | None, here: Tensor, there: Tensor) -> Tensor:
+    """1 / (1 - s) for each coordinate, s the slope of g: x and g(x) of this round (`here`, `there`) and of the last."""
+    if before is None:
+        return torch.ones_like(here)
+    step = here - before[0]
+    slope = torch.where(step == 0, 0.0, (there - before[1]) / torch.where(step == 0, 1.0, step))
+    return torch.where(slope < 1, 1 / (1 - slope.clamp(max=0.99)), LONGEST).clamp(SHORTEST, LONGEST)

@@ -7,6 +7,10 @@ For any distribution q of z, with data y and parameters theta,
     E: q <- p(z | y, theta)                    B rises to log p(y | theta): it touches
     M: theta <- argmax E_q[log p(y, z | theta)]    B rises, and log p(y | theta) with it: it climbs
 
+Where the bound itself is out of reach, as the evidence of a network of millions of weights is, the same steps are
+taken, and the rounds end when they hardly move the parameters (`moved`): tuning a prior from draws of its posterior is
+such a model (`posteriors/laplace/tuning/by_draws`).
+
 A model of an exponential family needs its data only through the sums E_q[T(y, z)] of the E-step (`Expected`), which is
 what makes minibatches possible: S <- (1 - r) S + r S_batch N / M.
 """
@@ -65,13 +69,17 @@ class LatentModel(ABC):
     def maximisation(self: Self, expected: Expected) -> Self:
         """M-step: the model with the largest E_q[log p(y, z | theta)] (plus log prior, where it has one)."""
 
-    @abstractmethod
     def log_joint(self, expected: Expected) -> Tensor:
-        """E_q[log p(y, z | theta)] (plus log prior of theta), 0-d."""
+        """E_q[log p(y, z | theta)] (plus log prior of theta), 0-d; every model defines it, or `moved`."""
+        raise NotImplementedError(f"{type(self).__name__} must define log_joint, or moved")
 
     def bound(self, expected: Expected) -> float:
         """B(q, theta); the log likelihood if q is this model's own posterior."""
         return float(self.log_joint(expected) + expected.entropy)
+
+    def moved(self) -> float | None:
+        """How far the last M-step moved the parameters, of a model without a bound; None of all others."""
+        return None
 
     def vector(self) -> Tensor | None:
         """Parameters as an unconstrained vector, for acceleration; None for models that offer none."""
@@ -139,14 +147,21 @@ def em(
             "Bad model", expected="a LatentModel, or a function that makes one", got=type(model).__name__, do="pass one"
         )
     best: Fit[Model] | None = None
-    ends = []
+    ends: list[float] = []
     for _ in range(restarts):
         start = model if isinstance(model, LatentModel) else model(source)
         if batch_size is None:
-            found = _ascend(start, data, rounds, tolerance, accelerate, progress)
+            found = ascend(start, data, rounds=rounds, tolerance=tolerance, accelerate=accelerate, progress=progress)
         else:
             found = _stochastic(start, data, rounds, batch_size, source, progress)
-        ends.append(found.bounds[-1])
+        if not found.bounds and restarts > 1:
+            raise OptionError(
+                "Starts cannot be compared",
+                expected="a model with a bound",
+                got=f"{type(start).__name__}, which has none",
+                do="leave restarts out",
+            )
+        ends += found.bounds[-1:]
         if best is None or found.bounds[-1] > best.bounds[-1]:
             best = found
     assert best is not None
@@ -159,15 +174,24 @@ def em(
     return Fit(best.model, best.bounds, best.half_steps, best.converged, best.reason, best.rounds, tuple(ends))
 
 
-def _ascend(
-    model: Model, data: Any, rounds: int, tolerance: float, accelerate: bool, progress: bool | None
+def ascend(
+    model: Model,
+    data: Any,
+    *,
+    rounds: int,
+    tolerance: float,
+    accelerate: bool = False,
+    progress: bool | None = None,
+    title: str = "EM",
 ) -> Fit[Model]:
-    """E- and M-steps until the bound hardly rises."""
+    """E- and M-steps from one start until the bound hardly rises, or without one the parameters hardly move."""
+    if model.moved() is not None:
+        return _settle(model, data, rounds, tolerance, progress, title)
     expected = model.expectation(data)
     bounds = [_finite(model.bound(expected))]
     half_steps = [bounds[0]]
     done, gain = 0, math.inf
-    for _ in track(range(rounds), "EM", rounds, progress):
+    for _ in track(range(rounds), title, rounds, progress):
         before = model
         model = model.maximisation(expected)
         half_steps.append(model.bound(expected))
@@ -188,6 +212,19 @@ def _ascend(
             break
     reason = f"the last of {done} rounds raised the bound by {gain:.3g} nats"
     return Fit(model, tuple(bounds), tuple(half_steps), gain <= tolerance * expected.count, reason, done)
+
+
+def _settle(model: Model, data: Any, rounds: int, tolerance: float, progress: bool | None, title: str) -> Fit[Model]:
+    """E- and M-steps until the parameters hardly move."""
+    moved, done = math.inf, 0
+    for _ in track(range(rounds), title, rounds, progress):
+        model = model.maximisation(model.expectation(data))
+        distance = model.moved()
+        assert distance is not None
+        moved, done = distance, done + 1
+        if moved <= tolerance:
+            break
+    return Fit(model, (), (), moved <= tolerance, f"the last round changed a logarithm by {moved:.2g}", done)
 
 
 def _leap(before: Model, after: Model, data: Any, floor: float) -> Model:

@@ -21,7 +21,7 @@ from lapis.latent.driver import Expected, LatentModel
 
 Covariance = Literal["full", "tied", "diagonal", "spherical"]
 
-CHUNK = 2**22
+CHUNK = 2**18
 """Numbers in the largest temporary array."""
 
 NOBODY = 1e-10
@@ -99,10 +99,17 @@ class MixtureModel(LatentModel):
     # EM ------------------------------------------------------------------------------------------------
 
     def expectation(self, data: Rows) -> Expected:
-        joint = self.log_joints(data)
-        evidence = joint.logsumexp(1, keepdim=True)
-        r = (joint - evidence).exp_()
-        return gathered(data, r, joint, evidence, self.kind)
+        """In chunks of rows: responsibilities of all rows are never held."""
+        step = max(1, CHUNK // self.means.numel())
+        total: Expected | None = None
+        for start in range(0, len(data), step):
+            part = data[start : start + step]
+            joint = self.log_joints(part)
+            evidence = joint.logsumexp(1, keepdim=True)
+            sums = gathered(part, (joint - evidence).exp_(), joint, evidence, self.kind)
+            total = sums if total is None else total.plus(sums)
+        assert total is not None
+        return total
 
     def log_joint(self, expected: Expected) -> Tensor:
         sums = expected.statistics

@@ -67,6 +67,11 @@ class Layout:
     lengths: tuple[int, ...]
 
     @cached_property
+    def equal(self) -> bool:
+        """Whether all are of one length: they stay in their order, and no step has gaps."""
+        return len(set(self.lengths)) == 1
+
+    @cached_property
     def order(self) -> list[int]:
         """Sequences, longest first."""
         return sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
@@ -107,11 +112,15 @@ class Layout:
 
     def in_time(self, rows: Tensor) -> Tensor:
         """Rows (N, ...) in an array (T, B, ...), with zeros after the ends."""
+        if self.equal:
+            return rows.reshape(len(self.lengths), -1, *rows.shape[1:]).transpose(0, 1).contiguous()
         padded = rows.new_zeros(max(self.lengths), len(self.lengths), *rows.shape[1:])
         return padded.index_put((self.time.to(rows.device), self.slot.to(rows.device)), rows)
 
     def rows(self, array: Tensor) -> Tensor:
         """Back from (T, B, ...) to rows (N, ...)."""
+        if self.equal:
+            return array.transpose(0, 1).flatten(0, 1)
         return array[self.time.to(array.device), self.slot.to(array.device)]
 
     def last(self, array: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from lapis.posteriors.laplace.stored import LaplacePosterior
 class OnlineLaplace(Learner):
     """Bayes' rule, task after task, with Gaussian posteriors N(theta_s, A_s^-1):
 
-    mean_n l_n + strength / (2 N) (theta - theta_s)^T A_s (theta - theta_s) for a task of N examples; then
-    A_s+1 = A_s + sum_n J_n^T H_n J_n, at the weights that it was learnt with, and A_0 is the prior's precision.
+    mean_n l_n + 1 / (2 N) (theta - theta_s)^T (strength (A_s - A_0) + A_0) (theta - theta_s) for a task of N examples;
+    then A_s+1 = A_s + sum_n J_n^T H_n J_n, at the weights that it was learnt with, and A_0 is the prior's precision.
 
     For linear models with Gaussian noise and strength 1 the posterior is exactly that of all data at once. `posterior`
     is a `LaplacePosterior`: it predicts, samples, and is saved as any other. Its evidence is not one, as the sums over
@@ -29,7 +29,7 @@ class OnlineLaplace(Learner):
 
     Args:
         structure: "diagonal", "kronecker" (factors of all tasks add up, as those of one data set would), or "dense".
-        strength: of the past; 1 is Bayes' rule.
+        strength: of past data; 1 is Bayes' rule. It does not strengthen the prior, which would hold every weight fast.
         prior: precision of the weights before the first task, about zero.
 
     Further options: see `Learner`.
@@ -45,10 +45,11 @@ class OnlineLaplace(Learner):
         before: LaplacePosterior | None = self._posterior
         if before is None:
             return lambda: 0.5 * self.prior / task.n_data * self._weights().square().sum()
-        centre, scale = before.mean, self.strength / task.n_data
+        # strength C + A_0 = strength (C + A_0 / strength): the same curvature C under a weaker prior.
+        held, scale = before.with_prior(self.prior / self.strength), self.strength / task.n_data
 
         def penalty() -> Tensor:
-            value: Tensor = _Quadratic.apply(self._weights() - centre, partial(precision_product, before))  # type: ignore[no-untyped-call]
+            value: Tensor = _Quadratic.apply(self._weights() - held.mean, partial(precision_product, held))  # type: ignore[no-untyped-call]
             return scale * value
 
         return penalty

@@ -110,7 +110,8 @@ def per_output(y: Any, f: Tensor, *, width: int, channels: str, positions: Seque
             f"{what} have the wrong shape",
             expected=shape + (" (the last 1 may be left out)" if width == 1 and channels == "last" else ""),
             got=str(tuple(tensor.shape)),
-            do="reshape the targets, or check the network's number of outputs",
+            do=other_channels(tensor, f, channels, positions)
+            or "reshape the targets, or check the network's number of outputs",
         )
     check_finite(tensor)
     return result.to(f.dtype)
@@ -125,3 +126,22 @@ def describe(f: Tensor, width: int | None, channels: str, positions: Sequence[in
     channel = [] if width is None else [str(width)]
     parts = [str(f.shape[0]), *(channel + inner if channels == "first" else inner + channel)]
     return "shape (" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
+
+
+def other_channels(y: Tensor, f: Tensor, channels: str, positions: Sequence[int] | None) -> str | None:
+    """What to do if the targets would fit outputs whose channels lie at the other end; None if they would not either.
+
+    f was taken for (B, *positions, C), or for (B, C, *positions) with channels first; each is the other with its axes
+    shifted.
+    """
+    if not positions:
+        return None
+    if channels == "last":
+        other, count, inner = "first", positions[0], (*positions[1:], f.shape[-1])
+    else:
+        other, count, inner = "last", positions[-1], (f.shape[-1], *positions[:-1])
+    whole = (count, *inner) if other == "first" else (*inner, count)
+    if tuple(y.shape[1:]) not in (inner, whole):
+        return None
+    name = "Gaussian" if y.is_floating_point() else "Categorical"
+    return f'use channels="{other}", as in lapis.{name}(channels="{other}"): outputs are {(f.shape[0], *whole)}'

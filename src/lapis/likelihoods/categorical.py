@@ -19,6 +19,7 @@ from lapis.likelihoods._targets import (
     describe,
     flatten_channels,
     flatten_positions,
+    other_channels,
     raise_at,
 )
 from lapis.likelihoods.base import Kind, Likelihood
@@ -96,7 +97,8 @@ class Categorical(Likelihood):
                 "Class labels have the wrong shape",
                 expected=describe(f, None, self.channels, positions),
                 got=f"{tuple(y.shape)} of {y.dtype}",
-                do="pass one class per position, or one-hot rows as floating-point numbers",
+                do=other_channels(y, f, self.channels, positions)
+                or "pass one class per position, or one-hot rows as floating-point numbers",
             )
         y, indices = y.long(), indices.long()
         if not y.numel() or all(0 <= int(bound) < f.shape[-1] for bound in y.aminmax()):

@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from lapis.network.wrappers import unwrapped
+
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _finding = threading.Lock()
 
@@ -23,6 +25,6 @@ _finding = threading.Lock()
 def held(module: nn.Module) -> Iterator[None]:
     """Wait until no other thread uses the module through Lapis, and keep them out until the end."""
     with _finding:
-        lock = _locks.setdefault(module, threading.RLock())
+        lock = _locks.setdefault(unwrapped(module), threading.RLock())
     with lock:
         yield

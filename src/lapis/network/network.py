@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lapis.batches import Inputs, all_finite, describe
 from lapis.errors import DataError, ModelError, OptionError
 from lapis.hashing import hash_tensors
+from lapis.network.calling import arguments, first_line, output_tensor
 from lapis.network.choice import Weights, choose
 from lapis.network.flat import check_in_memory, flat_gradient, split_vector
 from lapis.network.last_layer import last_layer
@@ -29,6 +30,7 @@ from lapis.network.untouched import (
     keep_freed_memory,
     without_gradient_hooks,
 )
+from lapis.network.wrappers import unwrapped
 from lapis.proofs import Proofs
 
 CALL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
@@ -46,8 +48,9 @@ class Network:
                 got=type(module).__name__,
                 do="pass the module",
             )
-        with held(module):  # another thread may have changed flags
-            self._begin(module, weights, example)
+        inner = unwrapped(module)
+        with held(inner):  # another thread may have changed flags
+            self._begin(inner, weights, example)
 
     def _begin(self, module: nn.Module, weights: Weights, example: Inputs | None) -> None:
         self.module = module
@@ -194,7 +197,7 @@ class Network:
 
     def call(self, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """The output tensor for `inputs`, with `parameters` in place of the module's own."""
-        args, kwargs = _arguments(inputs)
+        args, kwargs = arguments(inputs)
         try:
             with self._plain():
                 if parameters is None:
@@ -206,19 +209,10 @@ class Network:
             raise DataError(
                 "The network could not run on this input",
                 expected="inputs " + (f"like {self.signature}" if self.signature else f"as in training ({dtype})"),
-                got=f"{describe(inputs)}, and the network said: {_first_line(error)}",
+                got=f"{describe(inputs)}, and the network said: {first_line(error)}",
                 do="pass inputs of the shape and dtype that the network takes",
             ) from error
-        if not isinstance(output, Tensor):
-            output = getattr(output, "logits", output)
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            raise ModelError(
-                "The network's output cannot be used",
-                expected="one floating tensor (or an object with .logits)",
-                got=describe(output),
-                do="wrap the network so that it returns the tensor that the likelihood takes",
-            )
-        return output
+        return output_tensor(output)
 
     @contextmanager
     def _plain(self) -> Iterator[None]:
@@ -320,12 +314,13 @@ class Network:
     # checks ----------------------------------------------------------------------------------------
 
     def check_finite(self) -> None:
-        """Raise ModelError on NaN or infinity in a parameter or buffer, with its name."""
+        """Raise ModelError on NaN or infinity in a parameter, or NaN in a buffer: masks hold infinities."""
+        buffers = {name for name, _ in self.module.named_buffers()}
         for name, tensor in self._state():
-            if not all_finite(tensor):
+            if not all_finite(tensor) and (name not in buffers or bool(tensor.isnan().any())):
                 raise ModelError(
                     f"The network's {name!r} is not finite",
-                    expected="finite weights and buffers",
+                    expected="finite weights, and buffers without NaN",
                     got="NaN or infinity",
                     do="train again with a smaller learning rate, or load a good checkpoint",
                 )
@@ -383,17 +378,3 @@ class Network:
 def _add_to_digest(digest: Any, name: str, tensor: Tensor) -> None:
     digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
     digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the module."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, (tuple, list)):
-        return tuple(inputs), {}
-    return (inputs,), {}

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lapis.errors import ModelError
 from lapis.network.locking import held
+from lapis.network.wrappers import eagerly
 
 LARGEST_KEPT = 2**25 - 2**16
 """Just below the upper limit of glibc's dynamic mmap threshold (32 MiB)."""
@@ -72,7 +73,7 @@ def restored_modes(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for all submodules; restores modes, buffers, and weights that layers rewrite.
+    """Evaluation mode for all submodules, nothing compiled; restores modes, buffers, and weights that layers rewrite.
 
     The module must be `held`.
     """
@@ -91,7 +92,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         for parameter in submodule.parameters(recurse=False)
     ]
     try:
-        with restored_modes(module):
+        with restored_modes(module), eagerly:
             if any(submodule.training for submodule in submodules):
                 module.eval()
             yield

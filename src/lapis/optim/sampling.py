@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from lapis.errors import DataError, OptionError
 from lapis.network.untouched import keep_freed_memory
 from lapis.optim.draws import Draws
-from lapis.optim.ranks import Ranks
 from lapis.options import check_between, check_count, check_positive, shown
+from lapis.ranks import Ranks
 
 Statistics = dict[Tensor, Tensor]
 """What draws tell about the curvature of each parameter, added up like gradients."""

@@ -8,11 +8,17 @@ from typing import Any
 
 import matplotlib as mpl
 from cycler import cycler
+from matplotlib.colors import LinearSegmentedColormap
 
 # Okabe and Ito's palette, ordered so that the first two differ in lightness as well as hue.
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)
 INK, GREY, PALE = "#2B2B2B", "#8A8A8A", "#E6E6E6"
+
+SHADES = LinearSegmentedColormap.from_list("lapis", ["white", "#CFE3F1", "#6FB1D8", BLUE])
+"""From nothing to much."""
+SIGNS = LinearSegmentedColormap.from_list("lapis signs", [ORANGE, "#F4C9A8", "white", "#9CC7E3", BLUE])
+"""From negative through zero to positive."""
 
 # Keys are typed as literals by some versions of matplotlib only.
 SETTINGS: dict[Any, Any] = {

@@ -13,7 +13,7 @@ from lapis.options import check_arguments, checked_tensor
 from lapis.plots.appearance import GREY
 
 
-def reliability_diagram(axes: Axes, probs: Mapping[str, Tensor], targets: Tensor, *, bins: int = 10) -> None:
+def reliability_diagram(axes: Axes, probs: Mapping[str, Tensor], targets: Tensor, *, bins: int = 10) -> Axes:
     """Accuracy against confidence of the predicted class for each named (B, C) prediction of the same (B,) targets.
 
     Bins hold about equally many examples, so that all points are equally reliable; error bars are one binomial standard
@@ -53,3 +53,4 @@ def reliability_diagram(axes: Axes, probs: Mapping[str, Tensor], targets: Tensor
     axes.set(xlim=(low, 1.01), ylim=(low, 1.01), xlabel="confidence", ylabel="accuracy")
     axes.set_aspect("equal", adjustable="box")
     axes.legend(loc="upper left")
+    return axes

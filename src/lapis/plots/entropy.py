@@ -18,7 +18,7 @@ def entropy_histogram(
     limit: float | None = None,
     bins: int = 24,
     labels: tuple[str, str] = ("known", "unknown"),
-) -> None:
+) -> Axes:
     """Two normalised histograms of predictive entropy on one axis, for examples like the training data and others.
 
     `limit` is the largest possible entropy, log C for C classes; by default the largest in the data.
@@ -37,3 +37,4 @@ def entropy_histogram(
         axes.hist(clipped, edges, weights=weights, histtype="step", color=colour, linewidth=1.3, label=label, zorder=2)
     axes.set(xlim=(0, edges[-1]), xlabel="predictive entropy (nats)", ylabel="share of examples")
     axes.legend(loc="best")
+    return axes

@@ -21,14 +21,15 @@ def regression_band(
     data: tuple[Tensor, Tensor] | None = None,
     level: float = 0.95,
     colour: str = BLUE,
-) -> None:
+) -> Axes:
     """Mean, the epistemic band (dark) inside the total band (light), and the data. All tensors are (B,) or (B, 1).
 
     Bands are mean +- z sqrt(variance) with z = sqrt(2) erfinv(level). Points may come in any order.
 
     >>> from matplotlib.figure import Figure
     >>> x = torch.linspace(-1, 1, 5)
-    >>> regression_band(Figure().subplots(), x, x.sin(), 0.1 * x**2, 0.1 * x**2 + 0.01)
+    >>> regression_band(Figure().subplots(), x, x.sin(), 0.1 * x**2, 0.1 * x**2 + 0.01).get_xlabel()
+    'x'
     """
     check_arguments(regression_band, locals())
     check_between("level", level, 0, 1)
@@ -56,6 +57,7 @@ def regression_band(
     axes.axhline(0, color=GREY, linewidth=0.4, zorder=0)
     axes.set(xlabel="x", ylabel="y", xlim=(float(inputs[0]), float(inputs[-1])))
     axes.legend(loc="best")
+    return axes
 
 
 def _flat(name: str, value: Tensor) -> Tensor:

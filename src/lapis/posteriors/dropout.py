@@ -175,12 +175,12 @@ def dropout(
     family = resolve_likelihood(likelihood)
     network = Network(model)
     check_arguments(dropout, locals())
-    if not may_drop(model):
-        raise no_dropout(model)
+    if not may_drop(network.module):
+        raise no_dropout(network.module)
     facts = Facts.of(network, family, data, memory_budget)
     found = None
     if network.example is not None:
         plan = plan_masks(network, network.example)
         with suppress(ModelError):  # `sample` says why there are no weights
             found = masked_weights(network, plan, network.example)
-    return DropoutPosterior(network, family, facts, known_rates(model), found)
+    return DropoutPosterior(network, family, facts, known_rates(network.module), found)

@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ from lapis.batches import Inputs, batches, describe, take
 from lapis.errors import ModelError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network, full_precision
-from lapis.options import check_arguments
+from lapis.options import check_arguments, checked_device
+from lapis.posteriors.conformal import Conformal, Score, conformal
 from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.diagnose import diagnose
 from lapis.posteriors.diagnosis.report import Diagnosis, Notes
 from lapis.posteriors.evidences import Evidence
+from lapis.posteriors.predicting.divided import latent_of_ranks
 from lapis.posteriors.predicting.parts import latent_of_parts
 from lapis.predictions import Latent, Prediction
 from lapis.predictions import predict as predict_outputs
@@ -206,6 +208,7 @@ class Posterior(ABC):
         generator: torch.Generator | None = None,
         covariance: Literal["full", "diagonal"] | None = None,
         joint: bool = False,
+        distributed: bool = False,
         progress: bool | None = None,
     ) -> Prediction:
         """The predictive distribution at `x`.
@@ -222,6 +225,8 @@ class Posterior(ABC):
             covariance: "full" between an example's outputs, or "diagonal" (variances only); full by default up to 32
                 outputs.
             joint: covariance between examples too; `log_prob` is then that of the whole batch.
+            distributed: divide the examples among the processes of torch.distributed; all ranks make the same call
+                and get the whole prediction.
             progress: show a bar while there are several parts; by default on a terminal only.
         """
         check_arguments(Posterior.predict, locals())
@@ -253,7 +258,8 @@ class Posterior(ABC):
             )
         with self.network.held(), full_precision(self.network.device):
             self.check_network()
-            latent = latent_of_parts(self, x, kind, samples if kind == "sampled" else None, generator, progress)
+            latent_of = latent_of_ranks if distributed else latent_of_parts
+            latent = latent_of(self, x, kind, samples if kind == "sampled" else None, generator, progress)
         if self._sharpness() != 1:
             latent = latent.scaled(self._sharpness())
         drawn = kind == "sampled"
@@ -282,6 +288,42 @@ class Posterior(ABC):
         with self.network.held():
             self.check_network()
             return diagnose(self, data, batch_size, progress)
+
+    def conformal(
+        self,
+        data: Any,
+        score: Score | None = None,
+        *,
+        simultaneous: bool = False,
+        method: Literal["linearised", "sampled"] | None = None,
+        link: Literal["quasi", "mean_field", "probit", "mc", "bridge"] | None = None,
+        samples: int | None = None,
+        batch_size: int | None = None,
+        progress: bool | None = None,
+    ) -> Conformal:
+        """Calibrate prediction sets and intervals that hold the target with a stated probability, by new data.
+
+        `posterior.conformal(held_out).predict(x, coverage=0.9)` gives, for classes, sets of them, and for numbers
+        intervals mean +- q std. That these hold new targets with probability 0.9 at least, on average over inputs,
+        follows from the calibration examples being exchangeable with the new ones and from nothing else: neither the
+        network nor the posterior need be right.
+
+        Args:
+            data: calibration examples (inputs and targets) that were not trained on; n of them allow coverages up to
+                n / (n + 1).
+            score: how badly a target fits. Numbers: "deviation", |y - mean| / std with the posterior's predictive
+                standard deviation. Classes: "probability", 1 - p_y (default; the smallest sets on average), or
+                "cumulative", the probability of y and all more probable classes (larger sets where the posterior is
+                in doubt, smaller where it is sure).
+            simultaneous: the coverage is of all of an example's targets at once (outputs, positions); by default it is
+                that of each target by itself, with a quantile for each.
+            method: as in `predict`, and so are `link` and `samples`; drawn networks are those of seed 0.
+            batch_size: for data that are not batched yet.
+            progress: show a bar; by default on a terminal only.
+        """
+        check_arguments(Posterior.conformal, locals())
+        options = {"method": method, "link": link, "samples": samples}
+        return conformal(self, data, score, simultaneous, options, batch_size, progress)
 
     def _advice(self, less: bool) -> str:
         """What a diagnosis advises for `less` doubt about the weights, or for more."""
@@ -324,6 +366,19 @@ class Posterior(ABC):
         from lapis.posteriors.storage import save
 
         save(self, path)
+
+    def to(self: Self, device: str | torch.device, *, data: Any = None) -> Self:
+        """The posterior on another device, with a copy of the network; itself if it is there already.
+
+        Args:
+            device: such as "cuda" or "cpu".
+            data: the data of the fit, for implicit posteriors only, which compute with them.
+        """
+        from lapis.posteriors.storage import moved
+
+        check_arguments(Posterior.to, locals())
+        target = checked_device(device)
+        return self if target == self.network.device else cast(Self, moved(self, target, data))
 
 
 KINDS: dict[str, type[Posterior]] = {}

@@ -7,15 +7,28 @@ from typing import Any
 from lapis.batches import Batch, batches, digest
 from lapis.errors import DataError
 from lapis.network import Network
+from lapis.shards import Shard
 
 
-def hold_batches(data: Any, network: Network, batch_size: int | None = None) -> list[Batch]:
-    """All batches of `data`, in memory."""
+def hold_batches(
+    data: Any, network: Network, batch_size: int | None = None, shared: Shard | None = None
+) -> list[Batch]:
+    """All batches of `data`, or of this rank's part of it, in memory."""
+    if shared is not None:
+        with shared.ranks.together("reading of the data"):
+            return list(shared.batches(dtype=network.dtype, device=network.device, batch_size=batch_size)[0])
     return list(batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)[0])
 
 
-def same_batches(data: Any, network: Network, fingerprint: int, n_data: int, batch_size: int | None) -> list[Batch]:
-    """The batches of `data`; DataError unless their fingerprint is that of the data of the fit."""
+def same_batches(
+    data: Any,
+    network: Network,
+    fingerprint: int,
+    n_data: int,
+    batch_size: int | None,
+    shared: Shard | None = None,
+) -> list[Batch]:
+    """The batches of `data`, or of this rank's part of it; DataError unless all of them are the data of the fit."""
     if data is None:
         raise DataError(
             "The data of the fit are needed again",
@@ -23,13 +36,15 @@ def same_batches(data: Any, network: Network, fingerprint: int, n_data: int, bat
             got="no data",
             do="pass them; only implicit posteriors keep their data",
         )
-    held = hold_batches(data, network, batch_size)
-    found = sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64
+    held = hold_batches(data, network, batch_size, shared)
+    found, length = sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64, sum(map(len, held))
+    if shared is not None:
+        found, length = sum(shared.ranks.numbers(found)) % 2**64, sum(shared.ranks.numbers(length))
     if found != fingerprint:
         raise DataError(
             "These are not the data that the posterior was fitted to",
             expected=f"{n_data} examples with fingerprint {fingerprint:016x}",
-            got=f"{sum(map(len, held))} with {found:016x}",
+            got=f"{length} with {found:016x}",
             do="pass the training data of the fit (without random augmentation)",
         )
     return held

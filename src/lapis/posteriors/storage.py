@@ -201,6 +201,15 @@ def _network(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor
     return network
 
 
+def moved(posterior: Posterior, device: torch.device, data: Any = None) -> Posterior:
+    """The posterior on another device, with a copy of its network, by what a file would hold."""
+    config, tensors = pack(posterior)
+    config = json.loads(json.dumps(config))
+    given = posterior.likelihood if config["likelihood"].get("name") == "custom" else None
+    module = copy.deepcopy(posterior.network.module).to(device)
+    return unpack(config, tensors, module, "the posterior", given, data)
+
+
 def copied_module(network: Network, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of the network's module with these parameters and buffers; FileError unless they are those it has."""
     module = copy.deepcopy(network.module)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lapis.errors import DataError, ModelError
 from lapis.predictions.latent import Latent, LatentGaussian, LatentMixture, LatentSamples
+from lapis.ranks import Ranks
 
 
 def join_latents(parts: Sequence[Latent]) -> Latent:
@@ -74,6 +75,12 @@ class GatheredLatent:
         """The latent of all batches added."""
         assert self._like is not None
         return self._like
+
+
+def over_ranks(latent: Latent, ranks: Ranks) -> Latent:
+    """The latents of the examples of all ranks, one rank after the other."""
+    pieces = [None if tensor is None else ranks.gathered(tensor, axis) for tensor, axis in _pieces(latent)]
+    return _rebuilt(latent, iter(pieces), sum(ranks.numbers(latent.shape[0])))
 
 
 def _pieces(latent: Latent) -> list[tuple[Tensor | None, int]]:

@@ -162,7 +162,7 @@ def train(
                 run.reason = f"the evidence has not risen for {patience} evaluations"
             if checkpoint is not None:
                 kept.offer(*run.state(), now=True)
-        load_model(model, run.kept)
+        load_model(network.module, run.kept)
         with own_randomness(network, _seed(seed, 0)):
             return run.posterior(fit, noise, lambda posterior: remaining_nats(posterior, data, batch_size))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lapis.batches import Batch, as_inputs, batch_length, batches, digest, is_pair, map_tensors, take
+from lapis.batches import Batch, as_inputs, batch_length, batches, digest, map_tensors, take, whole_pair
 from lapis.errors import DataError
 from lapis.network import Network
 
@@ -49,8 +49,9 @@ def own_randomness(network: Network, seed: int) -> Iterator[None]:
 
 def shuffled(data: Any, network: Network, batch_size: int) -> Iterator[Batch]:
     """One pass. Pairs and Datasets in an order drawn from torch's global generator, other forms in their own order."""
-    if is_pair(data):
-        inputs, targets = as_inputs(data[0], network.dtype, network.device), torch.as_tensor(data[1])
+    pair = whole_pair(data)
+    if pair is not None:
+        inputs, targets = as_inputs(pair[0], network.dtype, network.device), torch.as_tensor(pair[1])
         order = torch.randperm(batch_length(inputs))
         parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
         data = ((map_tensors(lambda tensor, part=part: tensor[part], inputs), targets[part]) for part in parts)  # type: ignore[misc]

@@ -105,6 +105,6 @@ def _leave_at_mean(model: nn.Module, collector: SWAG, data: Any) -> None:
     """Write the mean of the snapshots into the model, and batch-norm statistics of these weights."""
     network = Network(model)
     values = network.unflatten(collector.mean.to(network.dtype))
-    if batch_norms(model):
+    if batch_norms(network.module):
         values |= renewed_statistics(network, values, hold_batches(data, network))
-    load_model(model, {**model_tensors(model), **values})
+    load_model(network.module, {**model_tensors(network.module), **values})

@@ -29,6 +29,9 @@ from lapis.priors import WeightPrior
 EXACT_WIDTH = 64
 """Factors of up to this many rows are summed in float64 where a layer acts once an example: it takes little time."""
 
+SHARED_WIDTH = 256
+"""From this width of a factor on, its eigenvectors take longer to find than to be sent by another process."""
+
 
 class KroneckerBlock(Block):
     """Sums behind A (K, I, I), or its diagonal (V,) for look-ups, and G (K, O, O), one pair for each of K groups.
@@ -129,6 +132,23 @@ class KroneckerBlock(Block):
             values = values / self.positions.clamp(min=1)  # not the sums: no copy of them
             self._eigen, self._padded = (*_eigh_in_place(self._gradients.copy()), values, vectors), False
         return self._eigen
+
+    def decomposing(self) -> float:
+        sides = self._gradients.shape if self.site.kind == "lookup" else (*self._gradients.shape, *self._inputs.shape)
+        return float(sum(side**3 for side in sides)) if max(sides) >= SHARED_WIDTH else 0.0
+
+    def decomposition(self, like: bool = False) -> list[Tensor]:
+        if not like:
+            return [part.contiguous() for part in self._decomposed() if part is not None]
+        shapes = [self._gradients.shape[:-1], self._gradients.shape]
+        lookup = self.site.kind == "lookup"
+        shapes += [(1, *self._inputs.shape)] if lookup else [self._inputs.shape[:-1], self._inputs.shape]
+        return [self.positions.new_empty(shape) for shape in shapes]
+
+    def take_decomposition(self, found: Sequence[Tensor]) -> None:
+        values_g, vectors_g, values, *vectors = found
+        self._eigen, self._padded = (values_g, vectors_g, values, vectors[0] if vectors else None), False
+        self._spectra = None
 
     def spectra(self, prior: WeightPrior) -> list[tuple[int | Tensor, Spectrum]] | None:
         group = common_group(prior, self.sites)

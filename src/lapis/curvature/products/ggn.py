@@ -27,6 +27,7 @@ from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network, full_precision
 from lapis.priors import WeightPrior
+from lapis.ranks import Ranks
 from lapis.solvers import (
     CGResult,
     Diagonal,
@@ -42,6 +43,9 @@ Space = Literal["weights", "outputs"]
 
 KEPT_FACTORS_BYTES = 64 * 2**20
 """The factors S are kept if they take at most this many bytes; otherwise each product computes them again."""
+
+ROWS = ("rows", "_own_rows", "_rows_of_ranks")
+"""Cached properties that depend on the factors."""
 
 
 class Factors:
@@ -87,6 +91,9 @@ class ImplicitCurvature:
 
     In memory stay the data, the network's outputs for them in float64, and S if small. Blocks of vectors (k, P) go in
     and come out in the network's dtype. `mode` says how products are computed, as `Jacobian` takes it.
+
+    With `ranks` each process holds batches of its own. Rows are then those of all ranks, one rank after the other, and
+    every product is summed over them: all ranks must multiply the same vectors at the same time.
     """
 
     def __init__(
@@ -97,8 +104,10 @@ class ImplicitCurvature:
         signature: str,
         memory_budget: int,
         mode: str | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.network, self.likelihood, self.signature = network, likelihood, signature
+        self.ranks = ranks
         self.memory_budget = memory_budget
         self.jacobian = Jacobian(network, likelihood.canonical, batches, memory_budget=memory_budget, mode=mode)
         self.outputs = self.jacobian.outputs[0].shape[-1]
@@ -114,8 +123,11 @@ class ImplicitCurvature:
             pairs = zip(torch.split(f, step), torch.split(self.targets[-1], step), strict=True)
             sums += [likelihood.statistics(some, y) for some, y in pairs]
             self.digest = (self.digest + digest(batch.inputs, batch.targets)) % 2**64
-        self.statistics = torch.stack(sums).sum(0)
-        self.n_data = sum(map(len, batches))
+        self.statistics = self._total(torch.stack(sums).sum(0))
+        self.n_data, self.n_outputs = sum(map(len, batches)), self.jacobian.n_outputs
+        if ranks is not None:
+            self.n_data, self.n_outputs = sum(ranks.numbers(self.n_data)), sum(ranks.numbers(self.n_outputs))
+            self.digest = sum(ranks.numbers(self.digest)) % 2**64
         self.factors: Factors | GivenFactors = Factors(likelihood, self.jacobian.outputs, self.targets, memory_budget)
         self.own_hessian = True
         """Whether the factors are those of the likelihood's Hessian at the trained outputs (see `with_factors`)."""
@@ -126,9 +138,22 @@ class ImplicitCurvature:
     def batches(self) -> Sequence[Batch]:
         return self.jacobian.batches
 
+    def _total(self, own: Tensor) -> Tensor:
+        """A sum over the data of all ranks, from this one's."""
+        return own if self.ranks is None else self.ranks.total(own)
+
     @cached_property
     def rows(self) -> int:
         """M, the number of rows of G."""
+        return self._own_rows if self.ranks is None else sum(self._rows_of_ranks)
+
+    @cached_property
+    def _rows_of_ranks(self) -> list[int]:
+        assert self.ranks is not None
+        return self.ranks.numbers(self._own_rows)
+
+    @cached_property
+    def _own_rows(self) -> int:
         if not self.own_hessian:
             pieces = chain.from_iterable(map(self.factors.pieces, range(len(self.batches))))
             return sum(s[..., 0, :].numel() for _, s in pieces)
@@ -138,7 +163,7 @@ class ImplicitCurvature:
 
     def root(self, vectors: Tensor) -> Tensor:
         """S^T J v, (k, M), for vectors v (k, P): a square root of the GGN."""
-        found, start = vectors.new_empty(len(vectors), self.rows), 0
+        found, start = vectors.new_empty(len(vectors), self._own_rows), 0
         with closing(self.jacobian.forward_each(vectors)) as pushed:
             for batch, f in enumerate(pushed):
                 for some, s in self.factors.pieces(batch):
@@ -146,11 +171,13 @@ class ImplicitCurvature:
                         u = (s.to(f.dtype).mT @ f[:, some, ..., None])[..., 0].flatten(1)
                     found[:, start : start + u.shape[1]] = u
                     start += u.shape[1]
-        return found
+        return found if self.ranks is None else self.ranks.gathered(found, 1)
 
     def root_transposed(self, rows: Tensor) -> Tensor:
         """J^T S u, (k, P), for rows u (k, M)."""
-        return self.jacobian.backward(self._seeds(rows))
+        if self.ranks is not None:
+            rows = torch.split(rows, self._rows_of_ranks, 1)[self.ranks.rank]
+        return self._total(self.jacobian.backward(self._seeds(rows)))
 
     def _seeds(self, rows: Tensor) -> Iterator[Tensor]:
         """S u, (k, B, T, C) for each batch, of rows u (k, M)."""
@@ -169,12 +196,12 @@ class ImplicitCurvature:
         """The GGN times each vector, (k, P)."""
         if not self.own_hessian:
             return self.root_transposed(self.root(vectors))
-        return self.jacobian.ggn(vectors, self.likelihood, self.targets)
+        return self._total(self.jacobian.ggn(vectors, self.likelihood, self.targets))
 
     def part(self, index: int) -> ImplicitCurvature:
         """The GGN of one batch alone; its products are summands of the whole."""
         part = object.__new__(ImplicitCurvature)
-        part.__dict__.update({name: value for name, value in self.__dict__.items() if name != "rows"})
+        part.__dict__.update({name: value for name, value in self.__dict__.items() if name not in ROWS})
         part.jacobian = self.jacobian.of_batches(index)
         part.targets = [self.targets[index]]
         part.factors = Factors(self.likelihood, part.jacobian.outputs, part.targets, self.memory_budget)
@@ -192,7 +219,7 @@ class ImplicitCurvature:
     def with_factors(self, factors: Sequence[Tensor]) -> ImplicitCurvature:
         """The same data with other factors S (B, T, C, R) of the Hessian in f, one for each batch."""
         same = object.__new__(ImplicitCurvature)
-        same.__dict__.update({name: value for name, value in self.__dict__.items() if name != "rows"})
+        same.__dict__.update({name: value for name, value in self.__dict__.items() if name not in ROWS})
         same.factors, same.own_hessian = GivenFactors(factors), False
         return same
 
@@ -206,6 +233,8 @@ class ImplicitCurvature:
                 do='use solver="cg"',
             )
         whole, order = joined(self.batches), None
+        if self.ranks is not None:
+            return self._redivided(whole, size, generator, self.ranks)
         if whole is not None:
             order = torch.randperm(len(whole), generator=generator, device=generator.device).to(whole.targets.device)
         sources = self.batches if whole is None or order is None else [whole.chosen(order)]
@@ -217,10 +246,38 @@ class ImplicitCurvature:
         found.order = order
         return found
 
+    def _redivided(self, whole: Batch | None, size: int, generator: torch.Generator, ranks: Ranks) -> ImplicitCurvature:
+        """As `rebatched`: minibatches of about `size` examples in all, of which each rank has a part of its own."""
+        if 0 in ranks.numbers(int(whole is not None)):
+            raise OptionError(
+                "Minibatches over several processes take examples of one shape",
+                expected='solver="cg", or inputs of one shape',
+                got='solver="sgd" and inputs whose shapes differ from batch to batch',
+                do='use solver="cg"',
+            )
+        assert whole is not None
+        order = torch.randperm(len(whole), generator=generator, device=generator.device).to(whole.targets.device)
+        count = min(-(-self.n_data // size), *ranks.numbers(len(whole)))
+        parts = [whole.chosen(some) for some in torch.tensor_split(order, count)]
+        numbered = [replace(part, index=i) for i, part in enumerate(parts)]
+        found = ImplicitCurvature(
+            self.network, self.likelihood, numbered, self.signature, self.memory_budget, self.jacobian.mode, ranks
+        )
+        found.order = order
+        return found
+
     def reordered(self, rows: Tensor) -> Tensor:
-        """Rows (k, M) in the order of the data before `rebatched`, brought to the order of these batches."""
+        """Rows (k, M) in the order of the data before `rebatched`, brought to the order of these batches.
+
+        Of several ranks' rows only this rank's own are: no other are used here.
+        """
         if self.order is None:
             return rows
+        if self.ranks is not None:
+            every = list(torch.split(rows, self._rows_of_ranks, 1))
+            own = every[self.ranks.rank]
+            every[self.ranks.rank] = own.reshape(len(rows), len(self.order), -1)[:, self.order].flatten(1)
+            return torch.cat(every, 1)
         return rows.reshape(len(rows), len(self.order), -1)[:, self.order].flatten(1)
 
 

@@ -33,8 +33,8 @@ class Paths:
     """p(z_t = k | y) of each row, (N, K)."""
     first: Tensor
     """Expected number of sequences that begin in k, (K,)."""
-    pairs: Tensor
-    """Expected number of steps from i to j, (K, K)."""
+    pairs: Tensor | None
+    """Expected number of steps from i to j, (K, K); None if they were not asked for."""
 
 
 def forward(initial: Tensor, transitions: Tensor, log_densities: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -84,13 +84,15 @@ def log_product(logs: Tensor, matrix: Tensor) -> Tensor:
     return result
 
 
-def paths(initial: Tensor, transitions: Tensor, log_densities: Tensor, layout: Layout) -> Paths:
-    """Forward and backward; `log_densities` is (T, B, K)."""
+def paths(initial: Tensor, transitions: Tensor, log_densities: Tensor, layout: Layout, *, pairs: bool = True) -> Paths:
+    """Forward and backward; `log_densities` is (T, B, K). Without `pairs` those are not summed."""
     alphas, log_z = forward(initial, transitions, log_densities, layout)
     betas = backward(transitions, log_densities, layout)
-    states = (layout.rows(alphas) + layout.rows(betas)).softmax(-1)
-    pairs = pair_sums(alphas, log_densities + betas, transitions, transitions, layout)
-    return Paths(log_z, states, states[layout.time == 0].sum(0), pairs)
+    steps = pair_sums(alphas, log_densities + betas, transitions, transitions, layout) if pairs else None
+    joint = alphas.add_(betas)  # a softmax in place: torch's own is slow along short axes
+    joint.sub_(_largest(joint)).exp_()
+    states = layout.rows(joint.div_((joint @ joint.new_ones(joint.shape[-1], 1)).clamp_min_(1.0)))
+    return Paths(log_z, states, states[layout.time == 0].sum(0), steps)
 
 
 def pair_sums(

@@ -12,6 +12,9 @@ from lapis.errors import DataError
 from lapis.latent.markov.emissions import Emissions, Sums, whole_rows_missing
 from lapis.options import check_arguments, checked_tensor, shown
 
+CHUNK = 2**16
+"""Numbers in the largest temporary array of log densities: it stays in the processor's cache."""
+
 
 @dataclass(frozen=True)
 class GaussianEmissions(Emissions):
@@ -66,14 +69,25 @@ class GaussianEmissions(Emissions):
 
     def log_densities(self, rows: Tensor) -> Tensor:
         missing = rows.isnan()
-        gaps = rows.nan_to_num()[:, None] - self.means
+        if bool(missing.any()):
+            rows = rows.nan_to_num()  # gradients of NaN are NaN, also where they are masked
         if self.covariances.dim() == 2:
+            gaps = rows[:, None] - self.means
             each = gaps.square() / self.covariances + (2 * math.pi * self.covariances).log()
             return -0.5 * torch.where(missing[:, None], 0.0, each).sum(-1)
         root = torch.linalg.cholesky(self.covariances)
-        white = torch.linalg.solve_triangular(root, gaps.permute(1, 2, 0), upper=False)
+        states, width = self.means.shape
+        unit = torch.eye(width, dtype=root.dtype, device=root.device)
+        whitening = torch.linalg.solve_triangular(root, unit.expand_as(root), upper=False)
+        flat = whitening.flatten(0, 1).mT  # all states at once, about the middle of their means
+        middle = self.means.mean(0)
+        centre = torch.einsum("kij,kj->ki", whitening, self.means - middle).flatten()
+        sums = torch.eye(states, dtype=root.dtype, device=root.device).repeat_interleave(width, 0)
+        parts = torch.split(rows - middle, max(1, CHUNK // self.means.numel()))
+        squares = [torch.addmm(centre, part, flat, beta=-1).square() @ sums for part in parts]
         size = 2 * root.diagonal(dim1=1, dim2=2).log().sum(1) + rows.shape[1] * math.log(2 * math.pi)
-        return torch.where(missing.all(1)[:, None], 0.0, -0.5 * (white.square().sum(1).mT + size))
+        found = torch.cat(squares).add_(size).mul_(-0.5)
+        return torch.where(missing.all(1)[:, None], 0.0, found) if bool(missing.any()) else found
 
     def statistics(self, rows: Tensor, weights: Tensor) -> dict[str, Tensor]:
         seen = (~rows.isnan()).to(weights)

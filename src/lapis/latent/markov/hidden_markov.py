@@ -153,7 +153,7 @@ class HiddenMarkov:
         """p(z_t = k | y), (T, K); for a list of sequences a list of these."""
         data, alone = self._seen(sequence, labels)
         with torch.no_grad():
-            found = data.layout.split(self._model().paths(data).states)
+            found = data.layout.split(self._model().paths(data, pairs=False).states)
         return found[0] if alone else found
 
     def viterbi(self, sequence: Any, labels: Any = None) -> Any:

@@ -59,10 +59,10 @@ class MarkovModel(LatentModel):
             logs = logs.masked_fill(excluded, -torch.inf)
         return data.layout.in_time(logs)
 
-    def paths(self, data: Observed) -> Paths:
-        """Expectations under p(z | y)."""
+    def paths(self, data: Observed, *, pairs: bool = True) -> Paths:
+        """Expectations under p(z | y); without `pairs` those of single states only."""
         logs = self.log_densities(data)
-        found = paths(self.initial, self.transitions, logs, data.layout)
+        found = paths(self.initial, self.transitions, logs, data.layout, pairs=pairs)
         self._possible(found.log_likelihoods, logs, data)
         return found
 
@@ -99,6 +99,7 @@ class MarkovModel(LatentModel):
     def expectation(self, data: Observed) -> Expected:
         with torch.no_grad():
             found = self.paths(data)
+            assert found.pairs is not None
             sums = {"first": found.first, "pairs": found.pairs}
             sums.update(self.emissions.statistics(data.rows, found.states))
             # H(q) = log p(y) - E_q[log p(y, z)], as q is p(z | y); the prior of theta is no part of it

@@ -26,6 +26,15 @@ from lapis.progress import track
 
 LogJoint = Callable[..., Tensor]
 
+LAST_RATE = 0.01
+"""What is left of the learning rate in the last round."""
+
+JUDGED = 64
+"""Draws that decide whether a fit has converged."""
+
+TOLERANCE = 1e-3
+"""Nats a datum that are no gain."""
+
 
 @dataclass(frozen=True)
 class VariationalFit:
@@ -39,6 +48,7 @@ class VariationalFit:
     elbos: tuple[float, ...]
     """Estimates after every round, in nats, of all data."""
     converged: bool
+    """Whether some more rounds with larger steps raise the ELBO no further."""
     n_latent: int
     _data: Any
     _function: Callable[[Any, Tensor], Tensor]
@@ -105,60 +115,97 @@ def variational_em(
     function, theta, fitted = _model(log_joint, parameters)
     over = copy.deepcopy(q) if isinstance(q, nn.Module) else q
     family = approximation(over, count, n_latent, dtype)
-    groups: list[list[Tensor]] = [[p for p in family.parameters() if p.requires_grad], list(theta.values())]
-    optimisers = [torch.optim.Adam(group, learning_rate) if group else None for group in groups]
     _values(function, family(torch.arange(count), data), data, torch.zeros(2, count, n_latent, dtype=dtype))
+    ascent = _Ascent(function, family, theta, data, steps, draws, batch_size, source)
     elbos = []
     for done in track(range(rounds), "variational EM", rounds, progress):
-        for half, optimiser in enumerate(optimisers):
-            for _ in range(steps if optimiser is not None else 0):
-                assert optimiser is not None
-                optimiser.param_groups[0]["lr"] = learning_rate * 0.01 ** (done / rounds)
-                rows = torch.arange(count)
-                if batch_size is not None and batch_size < count:
-                    rows = torch.randperm(count, generator=source)[:batch_size]
-                part = _rows(data, rows)
-                gaussians = family(rows, part)
-                noise = _noise(draws, gaussians, source)
-                values = _values(function, gaussians if half == 0 else gaussians.detached(), part, noise)
-                loss = -values.mean(0).sum() * (count / len(rows))
-                found = torch.autograd.grad(loss, groups[half], allow_unused=True)
-                for p, gradient in zip(groups[half], found, strict=True):
-                    p.grad = gradient
-                optimiser.step()
-        with torch.no_grad():
-            gaussians = family(torch.arange(count), data)
-            elbos.append(float(_values(function, gaussians, data, _noise(draws, gaussians, source)).mean(0).sum()))
-        if not elbos[-1] > -float("inf"):
-            raise DataError(
-                "The ELBO is not finite", expected="a number", got=str(elbos[-1]),
-                do="lower learning_rate, or check log_joint",
-            )  # fmt: skip
-    converged = _settled(elbos)
+        ascent.round(learning_rate * LAST_RATE ** (done / rounds))
+        elbos.append(ascent.elbo(draws))
+    gain = ascent.gain(max(rounds // 10, 5), learning_rate * LAST_RATE**0.5)
+    converged = gain <= 0
     if not converged:
         warnings.warn(
-            f"The ELBO was still climbing after {rounds} rounds: raise rounds, or learning_rate ({learning_rate:g}).",
+            f"The ELBO was still climbing after {rounds} rounds ({gain:.2g} nats in a few larger steps): "
+            f"raise rounds, or learning_rate ({learning_rate:g}).",
             LapisWarning,
             stacklevel=2,
         )
-    for group in groups:
-        for p in group:
-            p.grad = None
     values_of_theta = {name: value.detach() for name, value in theta.items()}
     return VariationalFit(fitted, values_of_theta, family, tuple(elbos), converged, n_latent, data, function)
 
 
-def _settled(elbos: list[float]) -> bool:
-    """Whether the last fifth is no higher than the fifth before, beyond its scatter and a share of 1e-4.
+class _Ascent:
+    """Steps up the ELBO: by turns in q, and in theta."""
 
-    The learning rate falls all the while: this says that the steps have ended, not that no better point exists.
-    """
-    fifth = max(len(elbos) // 5, 1)
-    if len(elbos) < 10:
-        return False
-    last, before = torch.tensor(elbos[-fifth:]).double(), torch.tensor(elbos[-2 * fifth : -fifth]).double()
-    scatter = float(last.std()) if fifth > 1 else 0.0
-    return float(last.mean() - before.mean()) <= 2 * scatter + 1e-4 * max(1.0, abs(float(last.mean())))
+    def __init__(
+        self,
+        function: Callable[[Any, Tensor], Tensor],
+        family: Approximation,
+        theta: Mapping[str, Tensor],
+        data: Any,
+        steps: int,
+        draws: int,
+        batch_size: int | None,
+        source: torch.Generator,
+    ) -> None:
+        self.function, self.family, self.data, self.source = function, family, data, source
+        self.steps, self.draws, self.count = steps, draws, _count(data)
+        self.batch_size = min(batch_size or self.count, self.count)
+        groups: list[list[Tensor]] = [[p for p in family.parameters() if p.requires_grad], list(theta.values())]
+        self.halves = [(half, group, torch.optim.Adam(group)) for half, group in enumerate(groups) if group]
+
+    def round(self, rate: float) -> None:
+        """Some steps in q, then some in theta."""
+        for half, group, optimiser in self.halves:
+            optimiser.param_groups[0]["lr"] = rate
+            for _ in range(self.steps):
+                rows = torch.arange(self.count)
+                if self.batch_size < self.count:
+                    rows = torch.randperm(self.count, generator=self.source)[: self.batch_size]
+                part = _rows(self.data, rows)
+                gaussians = self.family(rows, part)
+                noise = _noise(self.draws, gaussians, self.source)
+                values = _values(self.function, gaussians if half == 0 else gaussians.detached(), part, noise)
+                loss = -values.mean(0).sum() * (self.count / len(rows))
+                found = torch.autograd.grad(loss, group, allow_unused=True)
+                for p, gradient in zip(group, found, strict=True):
+                    p.grad = gradient
+                optimiser.step()
+                optimiser.zero_grad()
+
+    @torch.no_grad()
+    def draw(self, draws: int, source: torch.Generator) -> Tensor:
+        """The ELBO's integrand, summed over the data, (draws,)."""
+        gaussians = self.family(torch.arange(self.count), self.data)
+        return _values(self.function, gaussians, self.data, _noise(draws, gaussians, source)).sum(1).double()
+
+    def elbo(self, draws: int) -> float:
+        """An estimate."""
+        value = float(self.draw(draws, self.source).mean())
+        if not value > -float("inf"):
+            raise DataError(
+                "The ELBO is not finite", expected="a number", got=str(value),
+                do="lower learning_rate, or check log_joint",
+            )  # fmt: skip
+        return value
+
+    def gain(self, rounds: int, rate: float) -> float:
+        """What some more rounds with larger steps bring, beyond three standard errors and the tolerance; then go back.
+
+        A falling rate ends every trace flat, wherever it is. Both ends are judged by the same draws, so that most of
+        their noise cancels.
+        """
+        parameters = [p for _, group, _ in self.halves for p in group]
+        kept = [p.detach().clone() for p in parameters]
+        before = self.draw(JUDGED, torch.Generator().manual_seed(0))
+        for done in range(rounds):
+            self.round(rate * LAST_RATE ** (done / (2 * rounds)))
+        gains = self.draw(JUDGED, torch.Generator().manual_seed(0)) - before
+        with torch.no_grad():
+            for p, old in zip(parameters, kept, strict=True):
+                p.copy_(old)
+        slack = TOLERANCE * self.count + 1e-4 * abs(float(before.mean()))
+        return float(gains.mean() - 3 * gains.std() / JUDGED**0.5) - slack
 
 
 def _values(function: Callable[[Any, Tensor], Tensor], q: Gaussians, data: Any, noise: Tensor) -> Tensor:

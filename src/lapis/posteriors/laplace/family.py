@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -203,6 +204,7 @@ class LaplaceFamily(Refinable):
         *,
         link: str | None = None,
         batch_size: int | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
         progress: bool | None = None,
     ) -> Self:
         """The posterior whose prior precisions, and Gaussian noise, foretell held-out data best.
@@ -222,12 +224,13 @@ class LaplaceFamily(Refinable):
                 few examples that are all foretold well from asking for boundless certainty.
             link: for classification, how Gaussian logits become probabilities: see `predict`.
             batch_size: for data that are not batched yet.
+            checkpoint: a file that a call with the same arguments goes on from, to the same numbers bit for bit.
             progress: show a bar; by default on a terminal only.
         """
         check_arguments(LaplaceFamily.calibrate, locals())
         with self.network.held():
             self.check_network()
-            return calibrate(self, validation, temperature, link, batch_size, progress)
+            return calibrate(self, validation, temperature, link, batch_size, checkpoint, progress)
 
     # changes ---------------------------------------------------------------------------------------
 
@@ -274,9 +277,8 @@ class LaplaceFamily(Refinable):
         """The posterior under another Gaussian noise (standard deviation); no pass over data."""
         likelihood = self.likelihood.with_noise(noise)
         likelihood.check_outputs(torch.empty(1, 1, self.n_outputs))
-        changed = self._changed(likelihood=likelihood)
-        changed.scale  # noqa: B018  (raises here, not at first use, if the noise has other proportions)
-        return changed
+        likelihood.curvature_scale(self.fitted_likelihood)  # raises if the noise has other proportions
+        return self._changed(likelihood=likelihood)
 
     def with_temperature(self: Self, temperature: float) -> Self:
         """The posterior at another temperature; no pass over data."""
@@ -294,7 +296,6 @@ class LaplaceFamily(Refinable):
     # diagnosis -------------------------------------------------------------------------------------
 
     def _gamma(self, progress: bool | None) -> Tensor:
-        """The effective parameters, for a diagnosis."""
         return self.effective_parameters()
 
     def _advice(self, less: bool) -> str:
@@ -358,7 +359,6 @@ class LaplaceFamily(Refinable):
 
     @staticmethod
     def _statistics(state: State, name: str, likelihood: Likelihood, facts: Facts) -> Tensor:
-        """The likelihood's sums over data, from a state."""
         if isinstance(likelihood, Gaussian):
             return state.tensor(name, (2 * facts.n_outputs,), least=0)
         return state.tensor(name, (1,))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from lapis.batches import Batch, Inputs, batches, check_repeatable, describe, naming, take
-from lapis.curvature.accumulate import accumulate
+from lapis.batches import Inputs, check_repeatable, describe, naming, take
 from lapis.curvature.backward.proof import unexplained
-from lapis.curvature.blocks.lowrank import RANK_FRACTION, load_leading
 from lapis.curvature.blocks.partition import NAMES, Structure, build_blocks, resolve_structure, to_device
 from lapis.curvature.outputs import check_factors
 from lapis.curvature.plan import PLANNING_EXAMPLES, planned_tape
@@ -23,18 +20,20 @@ from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.curvature.sample import Sample
 from lapis.curvature.sums import Curvature
 from lapis.curvature.tape import Tape
-from lapis.errors import DataError, LapisWarning, ModelError, OptionError, PriorError
+from lapis.errors import LapisWarning, ModelError, OptionError, PriorError
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, Weights
 from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace.arguments import refuse_options
 from lapis.posteriors.laplace.matrix_free.implicit import ImplicitPosterior
+from lapis.posteriors.laplace.passes import DataSource, Passes
 from lapis.posteriors.laplace.stored import LaplacePosterior
 from lapis.posteriors.laplace.subnetwork import Subnetwork
 from lapis.posteriors.laplace.suspicion import suspicion
 from lapis.posteriors.posterior import MEMORY_BUDGET, Facts
-from lapis.priors import Prior, WeightPrior, as_prior
+from lapis.priors import Prior, as_prior
+from lapis.shards import Distributed
 
 log = logging.getLogger("lapis")
 
@@ -67,6 +66,8 @@ def laplace(
     generator: torch.Generator | None = ...,
     batch_size: int | None = ...,
     memory_budget: int = ...,
+    distributed: Distributed = ...,
+    checkpoint: str | os.PathLike[str] | None = ...,
     progress: bool | None = ...,
 ) -> ImplicitPosterior: ...
 @overload
@@ -87,6 +88,8 @@ def laplace(
     generator: torch.Generator | None = ...,
     batch_size: int | None = ...,
     memory_budget: int = ...,
+    distributed: Distributed = ...,
+    checkpoint: str | os.PathLike[str] | None = ...,
     progress: bool | None = ...,
 ) -> LaplacePosterior: ...
 def laplace(
@@ -106,6 +109,8 @@ def laplace(
     generator: torch.Generator | None = None,
     batch_size: int | None = None,
     memory_budget: int = MEMORY_BUDGET,
+    distributed: Distributed = False,
+    checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> LaplacePosterior | ImplicitPosterior:
     r"""Fit a Laplace posterior to a trained network in one pass over its training data (two for "ekfac").
@@ -140,6 +145,13 @@ def laplace(
         generator: source of randomness for sampled curvature; seeded with 0 when not given.
         batch_size: for data that are not batched yet.
         memory_budget: bytes; work is split to fit, and MemoryBudgetError is raised at the start if it cannot fit.
+        distributed: True under an initialised torch.distributed: all ranks make the same call, the data are divided
+            among them, each example once, and all get the same posterior. Tensors that differ between ranks are taken
+            as each rank's own examples; "shards" says so of other data. An implicit posterior stays divided: all ranks
+            must call its methods together. Targets drawn for sampled curvature are other ones than in one process.
+        checkpoint: a file to save the sums in, at intervals (of several processes: one each, with the rank in its
+            name). A call with the same arguments and data goes on from it, and gives the same numbers bit for bit. For
+            structures that are sums over data.
         progress: show a progress bar; by default on a terminal only.
 
     >>> import torch, lapis
@@ -166,6 +178,7 @@ def laplace(
                 model, data, likelihood, structure="diagonal", weights="all", prior=chosen_prior, batch_size=batch_size,
                 curvature="ggn" if CURVATURES[curvature] == "hessian" else curvature, temperature=temperature,
                 fisher_samples=fisher_samples, generator=generator, memory_budget=memory_budget, progress=progress,
+                distributed=distributed,
             )  # fmt: skip
             return diagonal.marginal_variance()
 
@@ -174,11 +187,8 @@ def laplace(
     else:
         which = weights
 
-    def read() -> tuple[Iterator[Batch], int | None]:
-        return batches(data, dtype=probe.dtype, device=probe.device, batch_size=batch_size)
-
-    stream, total = read()
-    first = next(stream)  # an error says so where there is none
+    source = DataSource(data, probe, batch_size, distributed)
+    first = source.first()  # an error says so where there is none
     few = take(first.inputs, 0, min(len(first), PLANNING_EXAMPLES))
     network = probe if isinstance(which, str) and which in ("all", "auto") else Network(model, which, example=few)
     chosen, note = resolve_structure(structure, network.size, memory_budget)
@@ -231,9 +241,10 @@ def laplace(
         if seen is not None:
             warnings.warn(seen, LapisWarning, stacklevel=2)
         network.signature = describe(first.inputs)
-        fit = _Fit(
-            network, likelihood, chain([first], stream), total, weight_prior, temperature, memory_budget, progress
-        )
+        fit = Passes(network, likelihood, source, weight_prior, temperature, memory_budget, progress)
+        if chosen in MATRIX_FREE:
+            refuse_options(f"The {chosen} structure is no sum that a file could hold", checkpoint=checkpoint)
+        source.agree(network, chosen, likelihood, weight_prior, tape)
         if chosen == "implicit":
             products = fit.implicit()
             return ImplicitPosterior(curvature=products, **common(products))
@@ -273,85 +284,14 @@ def laplace(
             check_factors(outputs[:1], memory_budget, 'curvature="sampled"')
         if likelihood.noise is not None:
             sums.keep_apart(memory_budget // 2)
-        source = generator or torch.Generator(network.device).manual_seed(0)
+        random = generator or torch.Generator(network.device).manual_seed(0)
         if chosen == "lowrank":
-            choices.append(fit.low_rank(sums, rank, source))
+            choices.append(fit.low_rank(sums, rank, random))
         else:
-            fit.sums(sums, source, read)
+            fit.sums(sums, random, checkpoint)
         for choice in choices:
             log.info("%s", choice)
         return LaplacePosterior(curvature=sums, choices=tuple(choices), **common(sums))
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """The pass over the data, for each kind of structure."""
-
-    network: Network
-    likelihood: Likelihood
-    stream: Iterator[Batch]
-    total: int | None
-    prior: WeightPrior
-    temperature: float
-    memory_budget: int
-    progress: bool | None
-
-    def sums(
-        self, curvature: Curvature, generator: torch.Generator, read: Callable[[], tuple[Iterator[Batch], int | None]]
-    ) -> None:
-        """Add the data to the blocks; where these need a preliminary pass, the data are `read` again."""
-        before = curvature.preliminary()
-        if before is None:
-            self._pass(curvature, generator)
-            return
-        self._pass(before, generator)
-        curvature.begin(before)
-        replace(self, stream=read()[0])._pass(curvature, generator)
-        if curvature.n_data != before.n_data:
-            raise DataError(
-                "The data changed between two passes over them",
-                expected=f"{before.n_data:,} examples, as in the first pass",
-                got=f"{curvature.n_data:,} in the second",
-                do="pass data that can be read again: a DataLoader, a Dataset, a pair, or a list of batches",
-            )
-
-    def _pass(self, curvature: Curvature, generator: torch.Generator) -> None:
-        accumulate(
-            curvature,
-            self.network,
-            self.likelihood,
-            self.stream,
-            total=self.total,
-            generator=generator,
-            memory_budget=self.memory_budget,
-            progress=self.progress,
-        )
-
-    def implicit(self) -> ImplicitCurvature:
-        """The GGN through its products; the data are kept."""
-        signature = self.network.signature or ""
-        return ImplicitCurvature(self.network, self.likelihood, list(self.stream), signature, self.memory_budget)
-
-    def low_rank(self, curvature: Curvature, rank: int | None, generator: torch.Generator) -> str:
-        """Fill the block with the leading eigenpairs; returns a note on their number and how it was chosen."""
-        products = self.implicit()
-        precision = float(self.prior.vector().detach().min())
-        (block,) = curvature.blocks
-        found = load_leading(
-            block,
-            products,
-            self.network,
-            rank=rank,
-            threshold=RANK_FRACTION * precision * self.temperature,
-            memory_budget=self.memory_budget,
-            generator=generator,
-            progress=self.progress,
-        )
-        curvature.statistics, curvature.n_data = products.statistics, products.n_data
-        curvature.digest = products.digest
-        for batch in products.batches:
-            curvature.sample.add(batch)
-        return found.note
 
 
 def _last_layer(model: nn.Module, few: Inputs, prior: Prior) -> Network | None:

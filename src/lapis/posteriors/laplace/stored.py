@@ -40,7 +40,9 @@ from lapis.posteriors.predicting.linearised import linearised
 from lapis.posteriors.same_data import same_batches
 from lapis.predictions import LatentGaussian
 from lapis.priors import WeightPrior
+from lapis.ranks import Ranks
 from lapis.schema import optional
+from lapis.shards import Shard
 
 ROUNDED = 0.1  # rounding errors of the curvature beyond this fraction of the smallest prior precision cause a warning
 
@@ -314,8 +316,8 @@ class LaplacePosterior(LaplaceFamily):
                 do='fit with curvature="ggn"',
             )
 
-    def _data(self, data: Any, batch_size: int | None) -> Sequence[Batch]:
-        return same_batches(data, self.network, self.curvature.digest, self.n_data, batch_size)
+    def _data(self, data: Any, batch_size: int | None, shared: Shard | None) -> Sequence[Batch]:
+        return same_batches(data, self.network, self.curvature.digest, self.n_data, batch_size, shared)
 
     def sample_of_data(self) -> Sequence[Batch]:
         """A sample of the data of the fit; empty after loading, as files hold none."""
@@ -323,12 +325,9 @@ class LaplacePosterior(LaplaceFamily):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the precision is that of the exact GGN."""
         return self.structure == "dense" and self.curvature.kind == "ggn"
 
     def outputs_of_data(self, held: Sequence[Batch]) -> Callable[[int], LatentGaussian]:
-        """See `LaplaceFamily.outputs_of_data`."""
-
         def outputs(number: int) -> LatentGaussian:
             latent = self.latent(held[number].inputs, "full", None, None)
             assert isinstance(latent, LatentGaussian)
@@ -336,11 +335,13 @@ class LaplacePosterior(LaplaceFamily):
 
         return outputs
 
-    def recurved(self, held: Sequence[Batch], factors: Sequence[Tensor], progress: bool | None) -> LaplacePosterior:
-        """See `LaplaceFamily.recurved`."""
+    def recurved(
+        self, held: Sequence[Batch], factors: Sequence[Tensor], progress: bool | None, ranks: Ranks | None
+    ) -> LaplacePosterior:
         sums, budget = self.curvature.emptied(), self.facts.memory_budget
         if self.structure == "lowrank":
-            whole = ImplicitCurvature(self.network, self.fitted_likelihood, held, self.facts.signature, budget)
+            like, signature = self.fitted_likelihood, self.facts.signature
+            whole = ImplicitCurvature(self.network, like, held, signature, budget, ranks=ranks)
             (block,) = sums.blocks
             load_leading(
                 block,
@@ -354,11 +355,10 @@ class LaplacePosterior(LaplaceFamily):
             )
         else:
             pairs = list(zip(held, factors, strict=True))
-            accumulate_factors(sums, self.network, pairs, memory_budget=budget, progress=progress)
+            accumulate_factors(sums, self.network, pairs, memory_budget=budget, progress=progress, ranks=ranks)
         return replace(self, curvature=sums)
 
     def gamma_of_groups(self) -> Tensor:
-        """See `LaplaceFamily.gamma_of_groups`."""
         return self.effective_parameters(per_group=True)
 
     # predictions -----------------------------------------------------------------------------------

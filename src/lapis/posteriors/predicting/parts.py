@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lapis.batches import (
     DEFAULT_BATCH_SIZE,
+    LABELS,
     Inputs,
     batch_length,
     describe,
+    inputs_and_targets,
     naming,
     stream_length,
     take,
@@ -96,7 +98,7 @@ def _parts(
     if isinstance(x, Dataset):
         x = DataLoader(x, batch_size=DEFAULT_BATCH_SIZE, generator=torch.Generator())
     if not isinstance(x, (DataLoader, Iterator)):
-        inputs = check_inputs(x, network, signature)
+        inputs = check_inputs(_without_labels(x, signature), network, signature)
         length = batch_length(inputs)
         step = length if kind == "joint" else _part_length(posterior, inputs, kind, samples, expected)
         if step >= length:
@@ -116,15 +118,26 @@ def _parts(
         )
     for index, item in enumerate(track(x, "prediction", stream_length(x), progress)):
         with naming(f"batch {index}"):
-            inputs = check_inputs(_inputs_of(item), network, signature)
+            inputs = check_inputs(_inputs_of(item, signature), network, signature)
             step = _part_length(posterior, inputs, kind, samples, expected)
         for start in range(0, batch_length(inputs), step):
             yield f"batch {index}", take(inputs, start, start + step)
 
 
-def _inputs_of(item: Any) -> Any:
-    """The inputs of a loader's batch, which may be (inputs, targets), (inputs,) or inputs."""
-    return item[0] if isinstance(item, (tuple, list)) and len(item) in (1, 2) else item
+def _inputs_of(item: Any, signature: str) -> Any:
+    """The inputs of a batch, which may also hold targets, or be (inputs,)."""
+    if isinstance(item, Mapping):
+        return _without_labels(item, signature)
+    if isinstance(item, (tuple, list)) and len(item) == 1:
+        return item[0]
+    pair = inputs_and_targets(item)
+    return item if pair is None else pair[0]
+
+
+def _without_labels(x: Any, signature: str) -> Any:
+    """A dictionary of inputs without targets, unless the fit saw inputs of that name."""
+    pair = inputs_and_targets(x) if isinstance(x, Mapping) else None
+    return x if pair is None or any(f"{name}: " in signature for name in LABELS) else pair[0]
 
 
 def _part_length(posterior: Posterior, inputs: Inputs, kind: LatentKind, samples: int | None, expected: int) -> int:

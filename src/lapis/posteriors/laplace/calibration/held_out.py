@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lapis.batches import Batch, all_finite, naming
+from lapis.checkpoint import Checkpoint
 from lapis.curvature.backward.seeds import position_seeds, unit_factor
 from lapis.curvature.blocks.block import common_group
 from lapis.curvature.blocks.sweep import sweep
@@ -33,6 +35,7 @@ from lapis.likelihoods import Likelihood
 from lapis.predictions import LatentGaussian
 from lapis.predictions import predict as predict_outputs
 from lapis.progress import track
+from lapis.schema import entry, sound
 
 if TYPE_CHECKING:
     from lapis.posteriors.laplace.stored import LaplacePosterior
@@ -83,14 +86,57 @@ def noisier(likelihood: Likelihood, octaves: float) -> Likelihood:
     return likelihood.with_noise(likelihood.noise.detach() * 2**octaves)
 
 
+class Recalled:
+    """What a calibration found so far, in order, from a checkpoint: a run that goes on takes it from there.
+
+    Which passes and candidates come next depends on what was found before only, and so does the order.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.tensors: dict[str, Tensor] = {}
+        self.pieces: list[dict[str, Any]] = []
+        self._before = list(entry(checkpoint.facts, "pieces", list[dict[str, Any]])) if checkpoint.facts else []
+
+    def part(self, make: Callable[[], _Part], device: torch.device) -> _Part:
+        """Held-out examples on a grid, in the order in which they are asked for."""
+        number = len(self.pieces)
+        names = [f"{number}.{name}" for name in ("mean", "grid", "targets")]
+        if number < len(self._before):
+            shape = entry(self._before[number], "shape", list[int])
+            with sound("calibration"):
+                mean, grid, targets = (self.checkpoint.tensors[name].to(device) for name in names)
+                made = _Part(mean, grid, targets, tuple(shape))
+        else:
+            made = make()
+        tensors = dict(zip(names, (made.mean, made.grid, made.targets), strict=True))
+        self._found({"shape": list(made.raw_shape)}, tensors)
+        return made
+
+    def value(self, make: Callable[[], float]) -> float:
+        """The log likelihood of a candidate."""
+        known = self._before[len(self.pieces) :]
+        found = float(entry(known[0], "value", float | str)) if known else make()
+        self._found({"value": found if math.isfinite(found) else str(found)}, {})
+        return found
+
+    def _found(self, fact: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        self.pieces.append(fact)
+        self.tensors |= tensors
+        if len(self.pieces) > len(self._before):
+            self.checkpoint.offer(self.tensors, {"pieces": self.pieces})
+
+
 class HeldOut(ABC):
     """The log likelihood of batches of held-out data, summed over examples."""
 
     indices: range | None = None
     """u may be STEP times any of these, without a pass over the data; None where every candidate takes a pass."""
 
-    def __init__(self, posterior: LinearisedPosterior, batches: Sequence[Batch], link: Any) -> None:
-        self.posterior, self.batches, self.link = posterior, batches, link
+    def __init__(
+        self, posterior: LinearisedPosterior, batches: Sequence[Batch], link: Any, recalled: Recalled | None = None
+    ) -> None:
+        self.posterior, self.batches, self.link, self.recalled = posterior, batches, link, recalled
         self.axes = 1
         """How many prior precisions can be changed one by one; 1 where all change together."""
         self._plain = [self._outputs(batch) for batch in batches]
@@ -103,7 +149,7 @@ class HeldOut(ABC):
         network, likelihood = self.posterior.network, self.posterior.likelihood
         with naming(batch.where), network.prepared(), torch.no_grad():
             raw = network.call(batch.inputs)
-            f = likelihood.canonical(raw).double()
+            f = likelihood.canonical(raw).detach().double()  # a network may return a parameter as it is
             check_width(f, self.posterior.n_outputs)
             targets = likelihood.targets(batch.targets, f, raw.shape)
         return f, targets.double() if targets.is_floating_point() else targets
@@ -115,11 +161,17 @@ class HeldOut(ABC):
 
     def log_likelihood(self, setting: Setting) -> float:
         """Of the posterior's predictions; minus infinity where they do not exist."""
-        try:
-            total = sum(float(part.double().sum()) for part in self._log_probs(setting))
-        except NotPositiveDefiniteError:
-            return -math.inf
-        return -math.inf if math.isnan(total) else total
+
+        def found() -> float:
+            try:
+                total = sum(float(part.double().sum()) for part in self._log_probs(setting))
+            except NotPositiveDefiniteError:
+                return -math.inf
+            return -math.inf if math.isnan(total) else total
+
+        if self.recalled is None or self.indices is not None:  # else a candidate takes a pass over the data
+            return found()
+        return self.recalled.value(found)
 
     @abstractmethod
     def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
@@ -192,9 +244,15 @@ class Swept(HeldOut):
     indices: range
 
     def __init__(
-        self, posterior: LaplacePosterior, batches: Sequence[Batch], link: Any, indices: range, progress: bool | None
+        self,
+        posterior: LaplacePosterior,
+        batches: Sequence[Batch],
+        link: Any,
+        indices: range,
+        progress: bool | None,
+        recalled: Recalled | None = None,
     ) -> None:
-        super().__init__(posterior, batches, link)
+        super().__init__(posterior, batches, link, recalled)
         self.indices, self.progress = indices, progress
         self.full = posterior._full_by_default()
         self.groups = self._groups(len(indices))
@@ -231,8 +289,9 @@ class Swept(HeldOut):
         found: dict[Any, list[_Part]] = {}
         for batch in track(self.batches, "held-out data", len(self.batches), self.progress):
             for part in batch.split(examples_at_once(curvature, 2 * curvature.outputs, work)):
+                make = partial(self._part, part, sweeps)
                 with naming(part.where), posterior.network.prepared():
-                    made = self._part(part, sweeps)
+                    made = make() if self.recalled is None else self.recalled.part(make, posterior.network.device)
                 key = (made.mean.shape[1:], made.raw_shape[1:], made.targets.shape[1:])
                 found.setdefault(key, []).append(made)
         return [_joined(parts) for parts in found.values()]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lapis.batches import Batch, batches, digest
+from lapis.checkpoint import Checkpoint
 from lapis.curvature.sums import Curvature
 from lapis.errors import LapisWarning, OptionError
+from lapis.files import tensors_digest
 from lapis.posteriors.laplace.calibration.held_out import (
     STEP,
     HeldOut,
     Narrowed,
     Predicted,
+    Recalled,
     Setting,
     Swept,
     fits,
@@ -97,7 +101,13 @@ class Calibration:
 
 
 def calibrate(
-    posterior: Fitted, validation: Any, temperature: bool, link: Any, batch_size: int | None, progress: bool | None
+    posterior: Fitted,
+    validation: Any,
+    temperature: bool,
+    link: Any,
+    batch_size: int | None,
+    checkpoint: str | os.PathLike[str] | None,
+    progress: bool | None,
 ) -> Fitted:
     """See `LaplaceFamily.calibrate`."""
     if not isinstance(temperature, bool):
@@ -110,11 +120,12 @@ def calibrate(
     held = _batches(posterior, validation, batch_size)
     sharpness, posterior = posterior.sharpness, replace(posterior, sharpness=1.0)
     start = Setting((), sharpness=math.log2(sharpness))
+    recalled = _recalled(checkpoint, posterior, held, {"temperature": temperature, "link": link, "start": sharpness})
     if isinstance(posterior.curvature, Curvature) and fits(posterior, held, len(GRID)):
         stored: Any = posterior
-        best, record = _searched(Swept(stored, held, link, GRID, progress), start, temperature, progress)
+        best, record = _searched(Swept(stored, held, link, GRID, progress, recalled), start, temperature, progress)
     else:
-        best, record = _searched(Predicted(posterior, held, link), start, temperature, progress)
+        best, record = _searched(Predicted(posterior, held, link, recalled), start, temperature, progress)
     result: Fitted = replace(best.applied(posterior), calibration=record)
     return replace(result, mean=posterior.point, refinement=None, width=1.0) if record.prefers_plain else result
 
@@ -133,6 +144,23 @@ def calibrate_draws(
         mean=posterior.point if record.prefers_plain else posterior.mean,
         calibration=replace(record, precision=(2 ** best.u[0],), temperature=2 ** -best.u[0]),
     )
+
+
+def _recalled(
+    checkpoint: str | os.PathLike[str] | None, posterior: LaplaceFamily, held: list[Batch], settings: dict[str, Any]
+) -> Recalled | None:
+    """What an earlier run with the same posterior and data found; None without a path."""
+    if checkpoint is None:
+        return None
+    state = posterior.state()
+    same = settings | {
+        "posterior": tensors_digest(state.tensors, f"{posterior.likelihood.to_config()} {posterior.temperature}"),
+        "network": posterior.facts.fingerprint,
+        "data": sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64,
+        "batches": [len(batch) for batch in held],
+        "memory_budget": posterior.facts.memory_budget,
+    }
+    return Recalled(Checkpoint(checkpoint, "calibration", same, posterior.network.key()))
 
 
 def _batches(posterior: LinearisedPosterior, validation: Any, batch_size: int | None) -> list[Batch]:

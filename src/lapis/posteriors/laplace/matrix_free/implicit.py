@@ -34,7 +34,9 @@ from lapis.posteriors.same_data import same_batches
 from lapis.predictions import LatentGaussian
 from lapis.priors import Prior
 from lapis.progress import track
+from lapis.ranks import Ranks
 from lapis.schema import record
+from lapis.shards import Shard
 from lapis.solvers import (
     Estimate,
     QuadratureEstimate,
@@ -108,6 +110,8 @@ class ImplicitPosterior(SolvedPosterior):
         """
         check_arguments(ImplicitPosterior.draw, locals())
         chosen = drawing.options(samples, solver, objective, epochs, batch_size, learning_rate, clip)
+        if chosen.objective == "noisy":
+            self._refuse_if_divided("descend on the noisy objective", 'use objective="low_noise"')
         source = self.source(samples, generator)
         with self.network.held():
             self.check_network()
@@ -216,6 +220,7 @@ class ImplicitPosterior(SolvedPosterior):
         Each step of Newton's method is solved with the prior as preconditioner.
         """
         check_arguments(ImplicitPosterior.at_tangent_mode, locals())
+        self._refuse_if_divided("be taken to the tangent mode", "fit in one process, or with a stored structure")
         self.check_network()
         if data is None:
             refuse_options("The data are in their batches already", batch_size=batch_size)
@@ -245,6 +250,7 @@ class ImplicitPosterior(SolvedPosterior):
         """See `LaplaceFamily.update`; the new data are kept too. The GGN is exact: no `generator` is needed."""
         check_arguments(ImplicitPosterior.update, locals())
         self._refuse_if_refined("take more data: its curvature is no longer a sum", "update first, then refine")
+        self._refuse_if_divided("take more data", "fit to all data")
         self.check_network()
         refuse_options("The implicit structure draws no targets", generator=generator)
         stream, total = batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=batch_size)
@@ -260,12 +266,27 @@ class ImplicitPosterior(SolvedPosterior):
         """See `LaplacePosterior.without`; all data are held, so that others than these are refused."""
         check_arguments(ImplicitPosterior.without, locals())
         self._refuse_if_refined("lose data: its curvature is no longer a sum", "remove them before refining")
+        self._refuse_if_divided("lose data", "fit to the data that stay")
         self.check_network()
         return removal.without_held(self, data, batch_size)
 
+    def _refuse_if_divided(self, what: str, do: str) -> None:
+        if self.curvature.ranks is not None:
+            raise OptionError(
+                f"A posterior whose data are divided among processes cannot {what}",
+                expected="one process with all data",
+                got=f"rank {self.curvature.ranks.rank} of {self.curvature.ranks.size}",
+                do=do,
+            )
+
     # refinement ------------------------------------------------------------------------------------
 
-    def _data(self, data: Any, batch_size: int | None) -> Sequence[Batch]:
+    def _check_refinable(self) -> None:
+        self._refuse_if_divided("be refined", 'fit and refine a stored structure, such as "kronecker"')
+
+    def _data(self, data: Any, batch_size: int | None, shared: Shard | None) -> Sequence[Batch]:
+        if shared is not None:
+            refuse_options("An implicit posterior is refined in one process", distributed=True)
         if data is None:
             refuse_options("The data are in their batches already", batch_size=batch_size)
         else:
@@ -280,7 +301,7 @@ class ImplicitPosterior(SolvedPosterior):
     def outputs_of_data(self, held: Sequence[Batch]) -> Callable[[int], LatentGaussian]:
         """By a solve for every output where these are few, else from draws."""
         source: LinearisedPosterior = self
-        if self.curvature.jacobian.n_outputs > MOST_SOLVES:
+        if self.curvature.n_outputs > MOST_SOLVES:
             source = self.draw(REFINING_DRAWS, progress=False)
 
         def outputs(number: int) -> LatentGaussian:
@@ -290,7 +311,9 @@ class ImplicitPosterior(SolvedPosterior):
 
         return outputs
 
-    def recurved(self, held: Sequence[Batch], factors: Sequence[Tensor], progress: bool | None) -> ImplicitPosterior:
+    def recurved(
+        self, held: Sequence[Batch], factors: Sequence[Tensor], progress: bool | None, ranks: Ranks | None
+    ) -> ImplicitPosterior:
         """See `LaplaceFamily.recurved`."""
         return replace(self, curvature=self.curvature.with_factors(factors))
 

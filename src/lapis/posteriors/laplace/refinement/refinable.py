@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -13,10 +14,13 @@ from torch import Tensor
 from lapis.batches import Batch
 from lapis.errors import OptionError
 from lapis.options import check_arguments
+from lapis.posteriors.laplace.arguments import refuse_options
 from lapis.posteriors.laplace.refinement.rounds import Refinement, refine
 from lapis.posteriors.over_weights import GaussianPosterior
 from lapis.predictions import LatentGaussian
 from lapis.priors import WeightPrior
+from lapis.ranks import Ranks
+from lapis.shards import Distributed, Shard, shard
 
 if TYPE_CHECKING:
     from lapis.posteriors.laplace.family import LaplaceFamily
@@ -65,6 +69,8 @@ class Refinable(GaussianPosterior):
         tolerance: float = 1e-3,
         tolerated_loss: float | None = None,
         batch_size: int | None = None,
+        distributed: Distributed = False,
+        checkpoint: str | os.PathLike[str] | None = None,
         progress: bool | None = None,
     ) -> Self:
         """The best Gaussian for the tangent model: variational inference, from this posterior on.
@@ -87,19 +93,28 @@ class Refinable(GaussianPosterior):
             tolerated_loss: for classifiers, nats an example by which to choose the `width` as in `tune`, where
                 leave-one-out holds. By default the width stays one, which is nearest to the true posterior.
             batch_size: for data that are not batched yet.
+            distributed: divide the data among the processes of torch.distributed, as `lapis.laplace` does; all ranks
+                make the same call with the same posterior, and get the same result. For stored structures.
+            checkpoint: a file to save the search in, after rounds. A call with the same arguments and data goes on from
+                it, and gives the same numbers bit for bit. In one process only.
             progress: show a bar; by default on a terminal only.
         """
         check_arguments(Refinable.refine, locals())
         with self.network.held():
             self.check_network()
             self._check_refinable()
+            if distributed:
+                refuse_options("A refinement by several processes keeps no file", checkpoint=checkpoint)
+            shared = shard(data, Ranks.joined(f"distributed={distributed!r}"), distributed) if distributed else None
             refined = refine(
                 cast("LaplaceFamily", self),
-                self._data(data, batch_size),
+                self._data(data, batch_size, shared),
+                ranks=None if shared is None else shared.ranks,
                 tune=tune,
                 max_rounds=max_rounds,
                 tolerance=tolerance,
                 tolerated_loss=tolerated_loss,
+                checkpoint=checkpoint,
                 progress=progress,
             )
         return cast(Self, refined)
@@ -108,8 +123,8 @@ class Refinable(GaussianPosterior):
         """Raise OptionError where a refinement has no meaning."""
 
     @abstractmethod
-    def _data(self, data: Any, batch_size: int | None) -> Sequence[Batch]:
-        """The batches of the fit: `data` after a check, or those that the posterior holds."""
+    def _data(self, data: Any, batch_size: int | None, shared: Shard | None) -> Sequence[Batch]:
+        """The batches of the fit: `data` (or this rank's part of it) after a check, or those that are held."""
 
     @abstractmethod
     def solve(self, vectors: Tensor) -> Tensor:
@@ -129,8 +144,13 @@ class Refinable(GaussianPosterior):
         """The outputs' distribution, with full covariances, of each batch by its number."""
 
     @abstractmethod
-    def recurved(self: Self, held: Sequence[Batch], factors: Sequence[Tensor], progress: bool | None) -> Self:
-        """The posterior with curvature sum_n J_n^T S_n S_n^T J_n for given factors S (B, T, C, R) of each batch."""
+    def recurved(
+        self: Self, held: Sequence[Batch], factors: Sequence[Tensor], progress: bool | None, ranks: Ranks | None
+    ) -> Self:
+        """The posterior with curvature sum_n J_n^T S_n S_n^T J_n for given factors S (B, T, C, R) of each batch.
+
+        With `ranks` the sum is over the batches that all of them hold.
+        """
 
     @abstractmethod
     def gamma_of_groups(self) -> Tensor:

@@ -18,6 +18,7 @@ conjugate gradients with A as preconditioner. For a Gaussian likelihood H is con
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,10 +30,12 @@ from torch import Tensor
 from lapis.batches import Batch
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import LapisWarning, MemoryBudgetError
+from lapis.posteriors.laplace.refinement.resuming import adopt, refinement_file, state
 from lapis.posteriors.laplace.tuning.by_evidence import detached
 from lapis.posteriors.laplace.tuning.leave_one_out import chosen_width
 from lapis.predictions.expectations import expectations, hessian_factor
 from lapis.progress import track
+from lapis.ranks import Ranks
 from lapis.solvers import CallablePreconditioner, Operator, conjugate_gradients
 
 if TYPE_CHECKING:
@@ -106,9 +109,12 @@ class _Evaluation:
 
 
 class Problem:
-    """The tangent model of a posterior's data."""
+    """The tangent model of a posterior's data, of which each of several `ranks` holds a part."""
 
-    def __init__(self, posterior: LaplaceFamily, held: Sequence[Batch], progress: bool | None) -> None:
+    def __init__(
+        self, posterior: LaplaceFamily, held: Sequence[Batch], progress: bool | None, ranks: Ranks | None = None
+    ) -> None:
+        self.ranks = ranks
         self.held, self.progress, self.passes = held, progress, 1
         self.network, self.centre = posterior.network, posterior.point.double()
         self.jacobian = Jacobian(
@@ -153,10 +159,15 @@ class Problem:
             hessians.append(found.hessian.to(self.network.dtype))
             sums.append(likelihood.statistics(latent.mean.double(), y))
         temperature = posterior.temperature
-        gradient = self.jacobian.backward(gradients)[0] / temperature
+        gradient = self.jacobian.backward(gradients)[0].double() / temperature
+        statistics = torch.stack(sums).sum(0)
+        if self.ranks is not None:
+            likelihoods = statistics.new_tensor([total])
+            self.ranks.add_up([likelihoods, gradient, statistics])
+            total = float(likelihoods)
         self.passes += 2
         elbo = total / temperature - posterior.divergence()
-        return _Evaluation(elbo, gradient.double(), hessians, torch.stack(sums).sum(0))
+        return _Evaluation(elbo, gradient, hessians, statistics)
 
     def direction(self, posterior: LaplaceFamily, gradient: Tensor, hessians: Sequence[Tensor]) -> Tensor:
         """(sum_n J_n^T W_n J_n / T + Lambda)^-1 gradient, (P,)."""
@@ -168,7 +179,8 @@ class Problem:
             self.passes += len(vectors)
             pushed = self.jacobian.forward(vectors)
             seeds = [torch.einsum("btcd,kbtd->kbtc", w.to(u.dtype), u) for w, u in zip(hessians, pushed, strict=True)]
-            return scale * self.jacobian.backward(seeds) + precision * vectors
+            pulled = self.jacobian.backward(seeds)
+            return scale * (pulled if self.ranks is None else self.ranks.total(pulled)) + precision * vectors
 
         solved = conjugate_gradients(
             Operator(product, len(gradient), torch.float64, gradient.device),
@@ -185,25 +197,33 @@ def refine(
     posterior: Fitted,
     held: Sequence[Batch],
     *,
+    ranks: Ranks | None,
     tune: bool | None,
     max_rounds: int,
     tolerance: float,
     tolerated_loss: float | None,
+    checkpoint: str | os.PathLike[str] | None,
     progress: bool | None,
 ) -> Fitted:
     """See `LaplaceFamily.refine`."""
     posterior = replace(detached(posterior), tangent=None, calibration=None, sharpness=1.0)
-    problem = Problem(posterior, held, progress)
+    problem = Problem(posterior, held, progress, ranks)
     tuning = posterior.tuning is not None if tune is None else tune
-    search = _Search(problem, posterior, tuning, tolerance * posterior.n_data)
-    rounds = 0
-    while rounds < max_rounds and search.advance():
-        rounds += 1
+    search = Search(problem, posterior, tuning, tolerance * posterior.n_data)
+    kept = refinement_file(checkpoint, posterior, problem, {"tuning": tuning, "tolerance": tolerance})
+    if kept is not None and kept.facts:
+        adopt(search, kept.tensors, kept.facts)
+    while search.rounds < max_rounds and search.advance():
+        search.rounds += 1
+        if kept is not None:
+            found = state(search)
+            adopt(search, *found)  # as a run that goes on from the file will
+            kept.offer(*found)
     if not search.reason:
         search.reason = f"still rising after {max_rounds} rounds, by {search.gain:.2g} nats in the last"
     record = Refinement(
-        search.now.elbo, search.trace[0], rounds, problem.passes, search.converged, search.reason, tuple(search.trace),
-        tuning,
+        search.now.elbo, search.trace[0], search.rounds, problem.passes, search.converged, search.reason,
+        tuple(search.trace), tuning,
     )  # fmt: skip
     if not search.converged:
         warnings.warn(
@@ -217,7 +237,7 @@ def refine(
     return refined
 
 
-class _Search:
+class Search:
     """Rounds of the learning rule from a Laplace posterior, with the ELBO never falling."""
 
     def __init__(self, problem: Problem, posterior: Any, tuning: bool, nats: float) -> None:
@@ -230,6 +250,7 @@ class _Search:
         self.trace = [self.now.elbo]
         self.step = 1.0 if self.constant else FIRST_STEP
         self.longest = self.step
+        self.rounds = 0
         self.gain, self.converged, self.reason = math.inf, False, ""
 
     def advance(self) -> bool:
@@ -272,7 +293,7 @@ class _Search:
         if not self.constant:
             weights = [torch.lerp(old, new, self.step) for old, new in zip(weights, self.now.hessians, strict=True)]
             factors = [hessian_factor(w.double()) for w in weights]
-            changed = changed.recurved(self.problem.held, factors, self.problem.progress)
+            changed = changed.recurved(self.problem.held, factors, self.problem.progress, self.problem.ranks)
             self.problem.passes += 1
         direction = self.problem.direction(changed, gradient, weights or self.now.hessians)
         mean = (self.posterior.mean.double() - self.step * direction).to(self.posterior.mean.dtype)

@@ -3,6 +3,10 @@
     E: draws z_k of N(0, A^-1) under the current prior, and gamma from them
     M: alpha_g <- gamma_g / |theta_g - m_g|^2,  noise^2 <- SSE / (n - gamma),  theta at the tangent model's mode or at t
 
+The weights are the latent variables, and `lapis.latent` drives the rounds. EM's own M-step is
+alpha <- P / E|theta - m|^2, where E|theta - m|^2 = |mean - m|^2 + tr A^-1; as gamma = P - alpha tr A^-1, both have the
+same fixed points, and MacKay's, above, comes to them in far fewer rounds.
+
 With one group gamma = mean_k sum_n |J_n z_k|^2_H: the variance of the draws' outputs in units of the noise. Otherwise
 gamma_g = mean_k |e_kg|^2 - alpha_g |z_kg|^2, where e is the white noise of z's prior part: its expectation is
 P_g - alpha_g E|z_g|^2, and for weights that the data do not determine the two terms cancel exactly. (z_g . (GGN z)_g
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +31,9 @@ from lapis.batches import Batch
 from lapis.curvature.sample import Sample
 from lapis.errors import LapisWarning, OptionError
 from lapis.evidence import TangentMode, TangentProblem, Tuning
+from lapis.evidence.fixed_point import stretch
 from lapis.evidence.point import LARGEST_LOG
+from lapis.latent.driver import Expected, LatentModel, ascend
 from lapis.options import check_choice
 from lapis.posteriors.laplace.matrix_free.drawing import Descent, noise
 from lapis.posteriors.laplace.tuning import own_noise
@@ -36,7 +42,6 @@ from lapis.posteriors.predicting.linearised import by_draws
 from lapis.predictions import Prediction
 from lapis.predictions import predict as predict_outputs
 from lapis.priors import Prior
-from lapis.progress import track
 from lapis.solvers import SGDSettings, SGDState, sgd
 
 if TYPE_CHECKING:
@@ -51,9 +56,6 @@ ENDS = LARGEST_LOG * (1 - 1e-9)
 
 NOISE_ENDS = LARGEST_LOG / 2
 """The largest |log| of the noise's factor."""
-
-SHORTEST, LONGEST = 0.4, 2.0
-"""Bounds of 1 / (1 - s): slopes from -1.5 to 0.5 are corrected fully."""
 
 FLOOR = 1e-6
 """Smallest scale of a g-prior, relative to the mean: weights that no output depends on have no curvature."""
@@ -87,7 +89,8 @@ class Draws:
         else:
             solved = gaussian.draws(self.white, self.rows, start=self.start, progress=progress)
         self.start = solved.result.solution
-        return posterior.solved(solved)
+        self.z = posterior.solved(solved)
+        return self.z
 
     def _descended(self, posterior: ImplicitPosterior, descent: Descent, progress: bool | None) -> Tensor:
         first = self.z is None
@@ -100,6 +103,80 @@ class Draws:
         descent.judged(descent.residuals(found.solution))
         self.z = found.solution.div_(descent.root)
         return self.z
+
+
+@dataclass(frozen=True)
+class Hyperparameters(LatentModel):
+    """Prior precisions and noise, with the weights as latent variables."""
+
+    posterior: ImplicitPosterior
+    """Under these hyperparameters."""
+    sampler: Draws
+    base: Tensor | None
+    """The noise that `factor` multiplies; None if it is not tuned."""
+    precision: Tensor
+    """(G,)"""
+    factor: float
+    lowest: Tensor
+    highest: Tensor
+    """Bounds of gamma, (G,)."""
+    effective: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """gamma of the last round, (G,)."""
+    change: float = math.inf
+    before: tuple[Tensor, Tensor] | None = None
+    """log alpha, and where the M-step led from there, of the last round."""
+    path: tuple[tuple[float, ...], ...] = ()
+
+    def moved(self) -> float:
+        """The largest change of a logarithm."""
+        return self.change
+
+    def expectation(self, data: Tensor) -> Expected:
+        """gamma (G,) from draws, |theta - m|^2 (G,), and the noise's statistics; `data`: the group of each weight."""
+        current, z = self.posterior, self.sampler.under(self.posterior, False)
+        if len(self.precision) == 1:
+            gamma = float(current.scale.detach()) * _spread(current, z).reshape(1)
+        else:
+            share = (self.sampler.white.square() - current.gaussian.precision * z.square()).double().mean(0)
+            gamma = torch.zeros_like(self.precision).index_add(0, data, share)
+        gamma = torch.maximum(torch.minimum(gamma, self.highest), self.lowest)
+        weights, statistics = current.evidence_point()
+        distance = current.weight_prior.squared_distance(weights).clamp(min=torch.finfo(torch.float64).tiny)
+        sums = {"effective": gamma, "distance": distance, "noise": statistics.detach().double()}
+        return Expected(sums, torch.tensor(math.nan), current.n_data)
+
+    def maximisation(self, expected: Expected) -> Hyperparameters:
+        """MacKay's update, stretched by the slope between rounds."""
+        gamma = expected.statistics["effective"]
+        here, there = self.precision.log(), (gamma / expected.statistics["distance"]).log()
+        there = there.clamp(-LARGEST_LOG, LARGEST_LOG)
+        moved, factor = float((there - here).abs().max()), self.factor
+        stretched = here + stretch(self.before, here, there) * (there - here)
+        precision = stretched.clamp(-LARGEST_LOG, LARGEST_LOG).exp()
+        if self.base is not None:
+            wanted = self._noise(expected.statistics["noise"], float(gamma.sum()))
+            factor, moved = math.exp(wanted), max(moved, abs(wanted - math.log(factor)))
+        step = (*precision.tolist(), *([factor] if self.base is not None else []))
+        return replace(
+            self,
+            posterior=_with(self.posterior, precision, self.base, factor),
+            precision=precision,
+            factor=factor,
+            effective=gamma,
+            change=moved,
+            before=(here, there),
+            path=(*self.path, step),
+        )
+
+    def _noise(self, statistics: Tensor, effective: float) -> float:
+        """log of the noise's factor: noise^2 <- SSE / (n - gamma)."""
+        squared, counts = statistics.chunk(2)
+        sigma, temperature = self.posterior.likelihood.noise, self.posterior.temperature
+        assert sigma is not None
+        errors = float((squared / sigma.detach().to(squared) ** 2).sum()) / temperature
+        free = max(float(counts.sum()) / temperature - effective, 1.0)
+        wanted = math.log(self.factor) + 0.5 * math.log(max(errors, 1e-300) / free)
+        return min(max(wanted, -NOISE_ENDS), NOISE_ENDS)
 
 
 def tune(
@@ -129,47 +206,22 @@ def tune(
     base = posterior.likelihood.noise if noise else None
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     sampler = Draws(posterior, samples, solver, batch_size, seed)
-    precision, factor = prior.precision.detach().clone(), 1.0
-    path: list[tuple[float, ...]] = []
-    gamma, moved, done = torch.zeros_like(precision), math.inf, 0
-    before: tuple[Tensor, Tensor] | None = None
-    for _ in track(range(rounds), "rounds of draws", rounds, progress):
-        current = _with(posterior, precision, base, factor)
-        z = sampler.under(current, False)
-        if len(precision) == 1:
-            gamma = float(current.scale.detach()) * _spread(current, z).reshape(1)
-        else:
-            share = (sampler.white.square() - current.gaussian.precision * z.square()).double().mean(0)
-            gamma = torch.zeros_like(precision).index_add(0, index, share)
-        gamma = torch.maximum(torch.minimum(gamma, highest), lowest)
-        weights, statistics = current.evidence_point()
-        distance = prior.squared_distance(weights).clamp(min=torch.finfo(torch.float64).tiny)
-        here, there = precision.log(), (gamma / distance).log().clamp(-LARGEST_LOG, LARGEST_LOG)
-        moved = float((there - here).abs().max())
-        precision = (here + _stretch(before, here, there) * (there - here)).clamp(-LARGEST_LOG, LARGEST_LOG).exp()
-        before = here, there
-        if base is not None:
-            squared, counts = statistics.detach().double().chunk(2)
-            sigma = current.likelihood.noise
-            assert sigma is not None
-            errors = float((squared / sigma.detach().to(squared) ** 2).sum()) / posterior.temperature
-            free = max(float(counts.sum()) / posterior.temperature - float(gamma.sum()), 1.0)
-            wanted = math.log(factor) + 0.5 * math.log(max(errors, 1e-300) / free)
-            wanted = min(max(wanted, -NOISE_ENDS), NOISE_ENDS)
-            factor, moved = math.exp(wanted), max(moved, abs(wanted - math.log(factor)))
-        path.append((*precision.tolist(), *([factor] if base is not None else [])))
-        done += 1
-        posterior = replace(posterior, tangent=current.tangent)
-        if moved <= tolerance:
-            break
-    converged = moved <= tolerance
+    precision = prior.precision.detach().clone()
+    start = Hyperparameters(_with(posterior, precision, base, 1.0), sampler, base, precision, 1.0, lowest, highest)
+    fit = ascend(start, index, rounds=rounds, tolerance=tolerance, progress=progress, title="rounds of draws")
+    end, precision, factor, converged, reason = (
+        fit.model,
+        fit.model.precision,
+        fit.model.factor,
+        fit.converged,
+        fit.reason,
+    )
     bound = [name for name, value in zip(prior.labels, precision.log().abs().tolist(), strict=True) if value > ENDS]
     if base is not None and abs(math.log(factor)) > NOISE_ENDS * (1 - 1e-9):
         bound.append("noise")
-    reason = f"the last round changed a logarithm by {moved:.2g}"
     tuning = Tuning(
-        "draws", math.nan, math.nan, done, done, converged, reason, (), tuple(prior.labels), tuple(gamma.tolist()),
-        tuple(bound), tuple(path),
+        "draws", math.nan, math.nan, fit.rounds, fit.rounds, converged, reason, (), tuple(prior.labels),
+        tuple(end.effective.tolist()), tuple(bound), end.path,
     )  # fmt: skip
     if bound:
         warnings.warn(
@@ -178,7 +230,7 @@ def tune(
             LapisWarning,
             stacklevel=3,
         )
-    for message in own_noise.unlike(posterior) if base is not None else ():
+    for message in own_noise.unlike(end.posterior) if base is not None else ():
         warnings.warn(message, LapisWarning, stacklevel=3)
     if not converged:
         warnings.warn(
@@ -186,7 +238,8 @@ def tune(
             LapisWarning,
             stacklevel=3,
         )
-    found = replace(_with(posterior, precision, base, factor), tuning=tuning)
+    found, z = replace(end.posterior, tuning=tuning), sampler.z
+    assert z is not None
     sample = Sample(found.curvature.jacobian.outputs[0][0].numel())
     for batch in found.curvature.batches:
         sample.add(batch)
@@ -202,15 +255,6 @@ def _foretold(posterior: ImplicitPosterior, z: Tensor, batch: Batch) -> Predicti
         posterior.network, canonical, posterior.n_outputs, deviations, batch.inputs, kind, posterior.facts.memory_budget
     )
     return predict_outputs(posterior.likelihood, latent)
-
-
-def _stretch(before: tuple[Tensor, Tensor] | None, here: Tensor, there: Tensor) -> Tensor:
-    """1 / (1 - s) for each group, given x and g(x) of this round (`here`, `there`) and of the previous one."""
-    if before is None:
-        return torch.ones_like(here)
-    step = here - before[0]
-    slope = torch.where(step == 0, 0.0, (there - before[1]) / torch.where(step == 0, 1.0, step))
-    return torch.where(slope < 1, 1 / (1 - slope.clamp(max=0.99)), LONGEST).clamp(SHORTEST, LONGEST)
 
 
 def _spread(posterior: ImplicitPosterior, z: Tensor) -> Tensor:

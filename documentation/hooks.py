@@ -1,0 +1,28 @@
+"""Formulas of the pages as MathML, which browsers draw without a script: the site can be read offline."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def _mathml(found: re.Match[str]) -> str:
+    display = "block" if found[2] == "[" else "inline"
+    return convert(html.unescape(found[3]).strip(), display=display)
+
+
+def on_page_content(text: str, **_: Any) -> str:
+    """Called by MkDocs with the HTML of a page's Markdown."""
+    return FORMULA.sub(_mathml, text)
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Called by MkDocs when the site is written: its index as a script, which pages opened as files can load."""
+    index = Path(config["site_dir"]) / "search" / "search_index.json"
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text(encoding='utf-8')}", encoding="utf-8")

@@ -1,0 +1,159 @@
+"""Linear models with up to a million weights and observations: time, memory and growth; EM; coverage; scikit-learn.
+
+Phi has ten entries N(0, 1) a row, in columns of which some are frequent and some rare; weights N(0, 1), noise 0.5. Each
+size runs in a process of its own. Seconds are of the processor, on one thread. EM starts from a precision of 10 and a
+noise of 1. Coverage: of 95% intervals, over 20,000 new observations, and of their functions' values f without noise;
+variances from K draws make the latter those of Student's t with K degrees of freedom.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from common import COLOURS, arguments, report, save, table
+from matplotlib import pyplot as plt
+from scipy import sparse
+from scipy.stats import t
+from sklearn.linear_model import ARDRegression, BayesianRidge
+
+import lapis
+
+ENTRIES, NOISE, NEW = 10, 0.5, 20_000
+
+
+def problem(n: int, d: int, seed: int) -> tuple[Any, Any, Any, Any]:
+    """Phi (n, d), targets, new rows, and the functions' values there."""
+    source = np.random.default_rng(seed)
+    columns = (source.random((n + NEW, ENTRIES)) ** 2 * d).astype(np.int64)
+    rows = np.repeat(np.arange(n + NEW), ENTRIES)
+    values = source.standard_normal(columns.size)
+    phi = sparse.csr_array((values, (rows, columns.reshape(-1))), shape=(n + NEW, d))
+    f = phi @ source.standard_normal(d)
+    y = f + NOISE * source.standard_normal(n + NEW)
+    return phi[:n], y[:n], (phi[n:], y[n:]), f[n:]
+
+
+def measured(n: int, d: int, draws: int, seed: int, em: bool) -> dict[str, Any]:
+    """One size, in this process."""
+    torch.set_num_threads(1)
+    phi, y, (new, targets), f = problem(n, d, seed)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.process_time()
+    posterior = lapis.linear(phi, y, lapis.Gaussian(NOISE), 1.0, samples=draws)
+    found: dict[str, Any] = {"fit": time.process_time() - began}
+    if em:
+        start = lapis.linear(phi, y, lapis.Gaussian(1.0), 10.0, samples=draws)
+        began = time.process_time()
+        posterior = start.tune()
+        found |= {"tune": time.process_time() - began, "path": posterior.tuning and posterior.tuning.path}
+    predicted: Any = posterior.predict(new)
+    low, high = (each.numpy() for each in predicted.interval(0.95))
+    found["coverage"] = float(((low <= targets) & (targets <= high)).mean())
+    white = (predicted.f_mean.numpy() - f) / predicted.f_variance.sqrt().numpy()
+    found["coverage of f"] = float((np.abs(white) < 1.96).mean())
+    found["gamma"] = float(posterior.effective_parameters())
+    found["memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
+    return found
+
+
+def sklearns(n: int, d: int, seed: int) -> list[list[object]]:
+    """Ours beside scikit-learn's, at a size where these run."""
+    phi, y, (new, _), _ = problem(n, d, seed)
+    dense, fresh = phi.toarray(), new[:200].toarray()
+    rows: list[list[object]] = []
+    began = time.process_time()
+    ours = lapis.linear(phi, y, "regression", samples=64).tune()
+    seconds = time.process_time() - began
+    mean, deviation = (each.numpy() for each in (ours.predict(fresh).mean, ours.predict(fresh).std))
+    rows.append(["lapis.linear, 64 draws", f"{seconds:.1f}", f"{float(ours.prior.precision):.3f}",
+                 f"{float(ours.likelihood.noise or 0):.4f}", "", ""])  # fmt: skip
+    for name, model in (
+        ("BayesianRidge", BayesianRidge(fit_intercept=False)),
+        ("ARD", ARDRegression(fit_intercept=False)),
+    ):
+        began = time.process_time()
+        model.fit(dense, y)
+        seconds = time.process_time() - began
+        theirs, spread = model.predict(fresh, return_std=True)
+        precision = f"{model.lambda_:.3f}" if name == "BayesianRidge" else "one a weight"
+        rows.append([name, f"{seconds:.1f}", precision, f"{model.alpha_**-0.5:.4f}",
+                     f"{np.abs(theirs - mean).max():.3f}", f"{np.abs(spread / deviation - 1).mean():.3f}"])  # fmt: skip
+    return rows
+
+
+def student(degrees: int) -> float:
+    """P(|t| < 1.96)."""
+    return float(1 - 2 * t.sf(1.96, degrees))
+
+
+def _work(arguments_: tuple[Any, ...]) -> dict[str, Any]:
+    return measured(*arguments_)
+
+
+def apart(*values: Any) -> dict[str, Any]:
+    """`measured` in a new process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(_work, [values])[0]
+
+
+def main(chosen: argparse.Namespace) -> None:
+    largest = 20_000 if chosen.quick else 1_000_000
+    steps = (0.1, 0.3, 1.0) if chosen.quick else (0.01, 0.1, 1.0)
+    sizes = [int(step * largest) for step in steps]
+    draws = 2
+    many = apart(sizes[0], sizes[0], 32, chosen.seed, False)
+    runs = {("both", n): apart(n, n, draws, chosen.seed, n == sizes[-2]) for n in sizes}
+    runs |= {("n", n): apart(n, sizes[0], draws, chosen.seed, False) for n in sizes[1:-1]}
+    runs |= {("d", d): apart(sizes[0], d, draws, chosen.seed, False) for d in sizes[1:-1]}
+    rows = []
+    for (what, size), found in runs.items():
+        n, d = {"both": (size, size), "n": (size, sizes[0]), "d": (sizes[0], size)}[what]
+        cover = f"{found['coverage']:.3f}", f"{found['coverage of f']:.3f}"
+        rows.append(
+            [f"{n:,}", f"{d:,}", f"{found['fit']:.1f}", f"{found['memory']:.0f}", f"{found['gamma']:,.0f}", *cover]
+        )
+    text = table(("n", "d", "s", "MB beside the data", "gamma", "coverage of y", "of f"), rows)
+    text += f"\n\nWith 32 draws at n = d = {sizes[0]:,}: {many['fit']:.1f} s, coverage {many['coverage']:.3f} of y and "
+    text += (
+        f"{many['coverage of f']:.3f} of f (Student's t with 32 degrees of freedom: {student(32):.3f}; with {draws}: "
+    )
+    text += f"{student(draws):.3f})."
+    big = runs["both", sizes[-2]]
+    path = "; ".join(f"{alpha:.3f}, {noise:.4f}" for alpha, noise in big["path"])
+    text += f"\n\nEM at n = d = {sizes[-2]:,}: {big['tune']:.0f} s, precision and noise after each round: {path}"
+    text += f" (true: 1, {NOISE})."
+    small = (2000, 200) if chosen.quick else (5000, 500)
+    head = (
+        f"n = {small[0]:,}, d = {small[1]:,}",
+        "s",
+        "precision",
+        "noise",
+        "largest difference of means",
+        "of deviations",
+    )
+    text += "\n\n" + table(head, sklearns(*small, chosen.seed))
+    figure, axes = plt.subplots(figsize=(5.2, 3.6))
+    labels = {"both": "n = d", "n": f"n, d = {sizes[0]:,}", "d": f"d, n = {sizes[0]:,}"}
+    for colour, (what, label) in zip(COLOURS, labels.items(), strict=False):
+        points = sorted(
+            (size, found["fit"])
+            for (kind, size), found in runs.items()
+            if kind in (what, "both" if size == sizes[0] else what)
+        )
+        axes.loglog(*zip(*points, strict=True), marker="o", color=colour, label=label)
+    axes.set_xlabel("observations, weights")
+    axes.set_ylabel(f"seconds for the mean and {draws} draws")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, "linear", chosen)
+    report("linear", text, chosen)
+
+
+if __name__ == "__main__":
+    main(arguments(__doc__))

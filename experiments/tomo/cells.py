@@ -1,0 +1,171 @@
+"""One image, number of angles and noise: every method's reconstruction, and how likely it finds the truth."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import ROOT
+from torch import Tensor, nn
+
+from lapis import imaging
+from lapis.imaging.deep.training import Task, fit_image
+
+LITERATURE = {
+    (5, 5): 1e-5, (10, 5): 3e-5, (20, 5): 1e-4, (30, 5): 1e-4,
+    (5, 10): 3e-5, (10, 10): 1e-4, (20, 10): 3e-4, (30, 10): 3e-4,
+}  # fmt: skip
+"""TV weights beside a mean squared misfit, by angles and per cent of noise (the authors' repository)."""
+RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Of the TV baseline: the best for each image by its true PSNR, in the baseline's favour."""
+DROPOUT, DROPOUT_SAMPLES = 0.05, 1000
+"""Share of channels left out; draws, more than pixels, so that their covariance is not singular."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "evidence": {"point": "trained"}, "evidence + PredCP": {"point": "trained", "complexity": True},
+    "evidence at theta*": {"point": "mode"},
+}  # fmt: skip
+BINS = np.linspace(-8, 8, 161)
+"""Of normalised errors."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    channels: int
+    scales: int
+    iterations: int
+    rate: float = 1e-2
+
+
+def setting(quick: bool) -> Setting:
+    return Setting(4, 2, 60) if quick else Setting(16, 3, 400)
+
+
+def grid(quick: bool) -> list[tuple[int, int]]:
+    """Angles and per cent of noise."""
+    return [(20, 5)] if quick else sorted(LITERATURE)
+
+
+def kmnist(count: int) -> Tensor:
+    folder = Path(os.environ.get("LAPIS_DATA", ROOT.parent / "shared" / "data"))
+    with np.load(folder / "kmnist_ct.npz", allow_pickle=False) as file:
+        return torch.from_numpy(file["images"][:count].astype(np.float64)) / 255
+
+
+def measured(image: Tensor, angles: int, percent: int, seed: int) -> tuple[imaging.RayTransform, Tensor, float]:
+    """The ray transform, a noisy sinogram, and its noise: per cent of the mean absolute value."""
+    A = imaging.RayTransform(image.shape[-1], angles=angles)
+    clean = A @ image
+    noise = percent / 100 * float(clean.abs().mean())
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * angles + percent)
+    return A, clean + noise * torch.randn(clean.shape, generator=generator, dtype=clean.dtype), noise
+
+
+def network(setting: Setting, seed: int, level: float, **options: Any) -> imaging.UNet:
+    torch.manual_seed(seed)
+    return imaging.UNet((setting.channels,) * setting.scales, **options).start_at(level)
+
+
+def picture_scores(image: Tensor, truth: Tensor) -> dict[str, float]:
+    rmse = float((image - truth).square().mean().sqrt())
+    return {"psnr": imaging.psnr(image, truth), "ssim": imaging.ssim(image, truth), "rmse": rmse}
+
+
+def density_scores(mean: Tensor, covariance: Tensor, noise: float, truth: Tensor) -> dict[str, Any]:
+    """Log likelihood per pixel, jointly and pixel by pixel, and a histogram of normalised errors."""
+    error = (truth - mean).flatten()
+    total = covariance + noise * torch.eye(len(covariance), dtype=covariance.dtype)
+    joint = torch.distributions.MultivariateNormal(torch.zeros_like(error), total).log_prob(error)
+    std = total.diagonal().sqrt()
+    single = torch.distributions.Normal(0, std).log_prob(error)
+    z = (error / std).clamp(-7.99, 7.99).numpy()
+    return {
+        "joint": float(joint) / len(error), "single": float(single.mean()), "mean_square": float((z**2).mean()),
+        "histogram": np.histogram(z, BINS)[0].tolist(),
+    }  # fmt: skip
+
+
+def cell(
+    image: int, angles: int, percent: int, setting: Setting, truth: Tensor
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Scores of all methods, and the pictures they were taken from."""
+    started = time.perf_counter()
+    A, data, noise = measured(truth, angles, percent, image)
+    rate = LITERATURE[angles, percent] * A.shape[0] / (2 * noise**2)
+    found: dict[str, Any] = {"FBP": picture_scores(A.fbp(data), truth)}
+    baseline = max(
+        (imaging.tv_reconstruction(A, data, rate * noise**2, progress=False) for rate in RATES),
+        key=lambda result: imaging.psnr(result.image, truth),
+    )
+    found["TV"] = picture_scores(baseline.image, truth)
+    generator, level = torch.Generator().manual_seed(image), float(A.fbp(data).mean())
+    deep = imaging.reconstruct(
+        A, data, noise=noise, iterations=setting.iterations, network=network(setting, image, level), rate=setting.rate,
+        variation=rate, generator=generator, centre="network", tuning_steps=1, progress=False,
+    )  # fmt: skip
+    pictures = {"truth": truth, "data": data, "FBP": A.fbp(data), "TV": baseline.image, "DIP": deep.network_image}
+    for name, options in VARIANTS.items():
+        tuned = deep.retuned(tune_noise=True, progress=False, **options)
+        covariance, term = tuned.covariance(), tuned.image_noise
+        found[name] = density_scores(tuned.mean, covariance, term, truth) | picture_scores(tuned.mean, truth)
+        found[name]["noise"] = tuned.noise / noise
+        found[name]["variances"] = tuned.prior.variances.tolist()
+        found[name]["lengths"] = tuned.prior.lengths.tolist()
+        tangent = tuned.posterior.tangent_mean.reshape(truth.shape)
+        around = density_scores(tangent, covariance, term, truth)["joint"]
+        found[name]["tangent"] = {"joint": around} | picture_scores(tangent, truth)
+        pictures[name] = (covariance.diagonal() + term).sqrt().reshape(truth.shape)
+    found["seconds, linearised"] = time.perf_counter() - started
+    masked = network(setting, image, level, dropout=DROPOUT)
+    draws = dropout_draws(masked, A, data, noise, rate, setting, image)
+    mean, deviations = draws.mean(0), (draws - draws.mean(0)).flatten(1)
+    term = deep.image_noise  # of the noise as it is
+    spread = deviations.mT @ deviations / (len(draws) - 1)
+    found["dropout"] = density_scores(mean, spread, term, truth) | picture_scores(mean, truth)
+    pictures["dropout mean"] = mean
+    pictures["dropout"] = (deviations.square().mean(0) + term).sqrt().reshape(truth.shape)
+    found["seconds"] = time.perf_counter() - started
+    return found, pictures, deep
+
+
+def normalised(image: int, setting: Setting, truth: Tensor) -> dict[str, dict[str, float]]:
+    """A U-net with group norm, tuned by the evidence at its linear model's mode theta* and at the trained weights t."""
+    A, data, noise = measured(truth, 20, 5, image)
+    model = network(setting, image, float(A.fbp(data).mean()), norm="group")
+    deep = imaging.reconstruct(
+        A, data, noise=noise, iterations=setting.iterations, network=model, rate=setting.rate, centre="network",
+        variation=LITERATURE[20, 5] * A.shape[0] / (2 * noise**2), tuning_steps=1, progress=False,
+    )  # fmt: skip
+    found = {}
+    for name, point in (("theta*", "mode"), ("t", "trained")):
+        tuned = deep.retuned(tune_noise=True, point=point, progress=False)  # type: ignore[arg-type]
+        covariance, term = tuned.covariance(), tuned.image_noise
+        here = density_scores(tuned.mean, covariance, term, truth)
+        tangent = density_scores(tuned.posterior.tangent_mean.reshape(truth.shape), covariance, term, truth)
+        found[name] = {"joint": here["joint"], "tangent": tangent["joint"], "single": here["single"]}
+    return found
+
+
+def dropout_draws(
+    model: nn.Module, A: imaging.RayTransform, data: Tensor, noise: float, rate: float, setting: Setting, seed: int
+) -> Tensor:
+    """Images (draws, height, width) of a deep image prior trained and drawn with dropout."""
+    inputs = A.fbp(data)[None, None].float()
+    task = Task(A, data.flatten().float(), inputs, noise, rate, setting.iterations, setting.rate, seed)
+    fit_image(model, task, progress=False)
+    model.train()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        return torch.cat([model(inputs.expand(250, -1, -1, -1)).double() for _ in range(DROPOUT_SAMPLES // 250)])
+
+
+def tv_density(errors: list[float], index: int) -> float:
+    """Log likelihood per pixel of TV with a Gaussian whose width is the other images' root mean squared error."""
+    others = [error for i, error in enumerate(errors) if i != index]
+    variance = float(np.mean(np.square(others)))
+    return -0.5 * math.log(2 * math.pi * variance) - errors[index] ** 2 / (2 * variance)

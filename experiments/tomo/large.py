@@ -1,0 +1,108 @@
+"""Large images: the chest slice and the phantom at 128 x 128, and what products with K_yy cost as images grow."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import ROOT
+from torch import Tensor
+
+from lapis import imaging
+from lapis.imaging.tangent.exact import ExactModel
+from lapis.imaging.tangent.filters import FilterPrior
+from lapis.imaging.tangent.iterative import IterativeModel
+from lapis.imaging.tangent.linearised import TangentImage
+from tomo import cells
+
+WINDOW = (-1000.0, 1000.0)
+"""Hounsfield units shown as 0 and 1 in the chest slice."""
+REPEATS = 3
+
+
+def chest(size: int) -> Tensor:
+    """The real slice, 0 to 1, averaged down to `size` pixels."""
+    folder = Path(os.environ.get("LAPIS_DATA", ROOT.parent / "shared" / "data"))
+    with np.load(folder / "ct_small.npz", allow_pickle=False) as file:
+        units = torch.from_numpy(file["ct_slice_hu"].astype(np.float64))
+    grey = ((units - WINDOW[0]) / (WINDOW[1] - WINDOW[0])).clamp(0, 1)
+    return torch.nn.functional.interpolate(grey[None, None], (size, size), mode="area")[0, 0]
+
+
+def reconstructed(
+    truth: Tensor, angles: int, channels: tuple[int, ...], iterations: int, steps: int, checkpoint: Path
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Scores, time and peak memory of a reconstruction by products, and its pictures."""
+    A, data, noise = cells.measured(truth, angles, 5, 0)
+    started, before = time.perf_counter(), time.process_time()
+    found = imaging.reconstruct(
+        A, data, noise=noise, iterations=iterations, channels=channels, method="iterative", point="trained",
+        tuning_steps=steps, checkpoint=checkpoint, progress=None,
+    )  # fmt: skip
+    trained = time.process_time() - before
+    spread = (found.std.square() + found.image_noise).sqrt()
+    scores = cells.picture_scores(found.mean, truth) | {
+        "network": imaging.psnr(found.network_image, truth), "back-projection": imaging.psnr(A.fbp(data), truth),
+        "log likelihood": float(found.log_prob(truth)) / truth.numel(),
+        "within two": float(((found.mean - truth).abs() <= 2 * spread).double().mean()),
+        "seconds": time.perf_counter() - started, "processor seconds": time.process_time() - before,
+        "processor seconds, training and tuning": trained,
+        "peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }  # fmt: skip
+    return scores, {"truth": truth, "FBP": A.fbp(data), "mean": found.mean, "spread": spread}
+
+
+def product_cost(size: int, angles: int, channels: tuple[int, ...]) -> dict[str, float]:
+    """Of one product with K_yy, in float32: processor seconds for a block of eight vectors, each; and bytes of J.
+
+    The network is not trained: that changes numbers, not costs.
+    """
+    torch.manual_seed(0)
+    A = imaging.RayTransform(size, angles=angles)
+    tangent = TangentImage(imaging.UNet(channels), torch.rand(1, 1, size, size), torch.float32)
+    model = IterativeModel(tangent, A, torch.rand(A.shape[0]), torch.Generator().manual_seed(0))
+    operator = model.covariance(FilterPrior.standard(tangent.blocks), 1.0)
+    vectors = torch.randn(8, A.shape[0])
+    operator(vectors[:1])
+    started = time.process_time()
+    operator(vectors)
+    return {
+        "seconds": (time.process_time() - started) / len(vectors), "measurements": A.shape[0], "pixels": A.shape[1],
+        "weights": tangent.size, "J MiB": 4 * A.shape[1] * tangent.size / 2**20,
+        "K_yy MiB": 4 * A.shape[0] ** 2 / 2**20,
+    }  # fmt: skip
+
+
+def naive_cost(size: int, angles: int, channels: tuple[int, ...]) -> dict[str, float]:
+    """The same problem with the full Jacobian: seconds to make it, for a product with it, and for an evidence."""
+    torch.manual_seed(0)
+    A = imaging.RayTransform(size, angles=angles)
+    tangent = TangentImage(imaging.UNet(channels), torch.rand(1, 1, size, size))
+    started = time.process_time()
+    exact = ExactModel(tangent, A, torch.rand(A.shape[0], dtype=torch.float64), progress=False)
+    made = time.process_time() - started
+    prior = FilterPrior.standard(tangent.blocks)
+    vector = torch.randn(1, A.shape[0], dtype=torch.float64)
+    started = time.process_time()
+    for _ in range(REPEATS):
+        A @ (prior.times((A.T @ vector) @ exact.jacobian) @ exact.jacobian.mT)
+    product = (time.process_time() - started) / REPEATS
+    started = time.process_time()
+    for _ in range(REPEATS):
+        exact.log_evidence(prior.coefficients(), 1.0)
+    evidence = (time.process_time() - started) / REPEATS
+    by_products = IterativeModel(tangent, A, exact.data, torch.Generator().manual_seed(0)).covariance(prior, 1.0)
+    by_products(vector)
+    started = time.process_time()
+    for _ in range(REPEATS):
+        by_products(vector)
+    free = (time.process_time() - started) / REPEATS
+    return {
+        "Jacobian and Gram matrices": made, "product with J": product, "evidence and gradient": evidence,
+        "product without J": free, "J MiB": exact.jacobian.nbytes / 2**20, "Gram MiB": exact.grams.nbytes / 2**20,
+    }  # fmt: skip

@@ -1,0 +1,127 @@
+"""A posterior's prediction as one module: no Lapis is needed where it runs, and torch.export and ONNX take it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lapis.batches import take
+from lapis.errors import LikelihoodError, ModelError, OptionError
+from lapis.export.parts import Covariance
+from lapis.export.tangent import Tangent
+from lapis.likelihoods import Bernoulli, Categorical, Gaussian
+from lapis.options import check_arguments
+from lapis.posteriors.laplace.stored import LaplacePosterior
+from lapis.posteriors.posterior import Posterior
+from lapis.predictions._links import probit
+
+Link = Literal["mean_field", "probit"]
+
+OUTPUTS = {"regression": ("mean", "std", "epistemic_std"), "classification": ("probs", "entropy", "logit_std")}
+"""What the module returns, in order."""
+
+
+class Predictive(nn.Module):
+    """x -> (mean, std, epistemic_std), or (probs, entropy, logit_std), by the linearised network.
+
+    The Jacobian of each example is formed, (B, C, P): meant for last layers and small networks.
+    """
+
+    noise: Tensor
+    shift: Tensor
+
+    def __init__(self, posterior: LaplacePosterior, link: Link) -> None:
+        super().__init__()
+        network, likelihood = posterior.network, posterior.likelihood
+        self.task = "regression" if isinstance(likelihood, Gaussian) else "classification"
+        self.binary, self.link = isinstance(likelihood, Bernoulli), link
+        self.sharpness = posterior._sharpness()
+        self.tangent, self.covariance = Tangent(posterior), Covariance(posterior)
+        noise = likelihood.noise.detach() if isinstance(likelihood, Gaussian) else torch.zeros(())
+        self.register_buffer("noise", noise.to(network.device, network.dtype))
+        self.moved = not torch.equal(posterior.mean, posterior.point)
+        """Whether the posterior's mean is not where the network is linearised."""
+        self.register_buffer("shift", (posterior.mean - posterior.point).to(network.dtype))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        f, jacobian = self.tangent(x)
+        if self.moved:
+            f = f + jacobian @ self.shift
+        f, covariance = self.sharpness * f, self.sharpness**2 * self.covariance(jacobian)
+        variance = torch.diagonal(covariance, dim1=-2, dim2=-1).clamp_min(0)
+        if self.task == "regression":
+            return f, (variance + self.noise.square()).sqrt(), variance.sqrt()
+        probs = self._probabilities(f, variance, covariance)
+        terms = -probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+        if self.binary:
+            other = 1 - probs
+            return probs, terms - other * other.clamp_min(torch.finfo(probs.dtype).tiny).log(), variance.sqrt()
+        return probs, terms.sum(-1), variance.sqrt()
+
+    def _probabilities(self, f: Tensor, variance: Tensor, covariance: Tensor) -> Tensor:
+        if self.binary:
+            return torch.sigmoid(probit(f, variance))
+        if self.link == "probit":
+            return torch.softmax(probit(f, variance), -1)
+        spread = variance.unsqueeze(-1) + variance.unsqueeze(-2) - 2 * covariance
+        exponents = probit(f.unsqueeze(-2) - f.unsqueeze(-1), spread)
+        return torch.softmax(-torch.logsumexp(exponents, -1), -1)
+
+
+def predictive(posterior: Posterior, *, link: Link = "mean_field") -> Predictive:
+    """A stored Laplace posterior's linearised prediction as a module: probabilities (or mean) and uncertainty at once.
+
+    Regression gives (mean, std, epistemic_std), each (B, K); classification (probs (B, C), entropy (B,), logit_std
+    (B, C)), for labels with one logit each all (B, C). The module is a copy, in evaluation mode, and holds all that it
+    needs: `torch.export.export` and `torch.onnx.export` take it, see `lapis.export.to_onnx`.
+
+    Args:
+        posterior: dense, diagonal, Kronecker or EKFAC, over all weights of a small network or a last layer.
+        link: "mean_field" or "probit": closed forms, as those of `posterior.predict`.
+
+    >>> import lapis
+    >>> x, model = torch.randn(20, 3), nn.Linear(3, 2)
+    >>> posterior = lapis.laplace(model, (x, torch.arange(20) % 2), "classification").tune()
+    >>> probs, entropy, logit_std = predictive(posterior)(x)
+    >>> bool(torch.allclose(probs, posterior.predict(x, link="mean_field").probs, atol=1e-5))
+    True
+    """
+    check_arguments(predictive, locals())
+    if not isinstance(posterior, LaplacePosterior):
+        raise OptionError(
+            f"{type(posterior).__name__} cannot be exported",
+            expected="a LaplacePosterior, whose covariance is stored",
+            got=type(posterior).__name__,
+            do='fit with structure="diagonal", "kronecker" or "dense"',
+        )
+    if not isinstance(posterior.likelihood, (Gaussian, Categorical, Bernoulli)):
+        raise LikelihoodError(
+            f"The {posterior.likelihood.name} likelihood cannot be exported",
+            expected="gaussian, categorical or bernoulli",
+            got=posterior.likelihood.name,
+            do="predict in Python",
+        )
+    posterior.check_network()
+    _check_outputs(posterior)
+    return Predictive(posterior, link)
+
+
+def _check_outputs(posterior: LaplacePosterior) -> None:
+    """One tensor in, one position out."""
+    example: Any = posterior.network.example
+    if example is not None and not isinstance(example, Tensor):
+        raise ModelError(
+            "The network takes several inputs", expected="one tensor", got=type(example).__name__, do="wrap it"
+        )
+    if posterior.curvature.positions > 1:
+        raise ModelError(
+            "The network has outputs at several positions",
+            expected="outputs (B, C)",
+            got=f"{posterior.curvature.positions} positions",
+            do="export the network that ends in one position",
+        )
+    if example is not None:
+        with posterior.network.prepared(), torch.no_grad():
+            posterior.network.call(take(example, 0, 1))

@@ -1,0 +1,85 @@
+"""Exported predictions in files: ONNX, for any runtime, and torch's own format."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lapis.errors import OptionError
+from lapis.export.module import OUTPUTS
+from lapis.options import check_arguments
+
+BATCH = "batch"
+
+
+def to_torch(module: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> None:
+    """Write the module as a program of torch.export (.pt2), for batches of any size: `torch.export.load(path)`."""
+    check_arguments(to_torch, locals())
+    with _quiet():
+        torch.export.save(exported(module, example), path)
+
+
+def to_onnx(module: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> None:
+    """Write the module as an ONNX file, for batches of any size; needs `pip install 'lapis-bayes[export]'`.
+
+    Args:
+        module: of `lapis.export.predictive`.
+        example: inputs of the network, at least two examples.
+        path: ends in .onnx.
+    """
+    check_arguments(to_onnx, locals())
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OptionError(
+            "ONNX export needs packages that are not installed", expected="onnx and onnxscript",
+            got="no " + " and no ".join(missing), do="pip install 'lapis-bayes[export]'",
+        )  # fmt: skip
+    names = OUTPUTS[str(getattr(module, "task", "regression"))]
+    with _quiet():
+        program = torch.onnx.export(
+            exported(module, example), (example,), dynamo=True, input_names=["x"], output_names=list(names),
+            verbose=False,
+        )  # fmt: skip
+        assert program is not None
+        program.save(str(path))
+    data = Path(f"{path}.data")  # a model this small needs no file beside it
+    if data.exists() and not data.stat().st_size:
+        data.unlink()
+
+
+def exported(module: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    """The program that torch.export makes of the module, for any number of examples."""
+    check_arguments(exported, locals())
+    if example.dim() < 1 or len(example) < 2:
+        raise OptionError(
+            "One example does not show where the examples are", expected="inputs of two examples or more",
+            got=f"shape {tuple(example.shape)}", do="pass more rows",
+        )  # fmt: skip
+    with _quiet(), torch.no_grad():
+        # traced first, so that the derivatives inside become plain operations
+        graph = make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(example)
+        size = torch.export.Dim(BATCH)
+        return torch.export.export(graph, (example,), dynamic_shapes=({0: size},), strict=False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporters' own warnings and log are about themselves."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,183 @@
+"""Linear maps from images to measurements: sparse matrices with adjoints, for torch tensors and numpy arrays."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import scipy.sparse
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lapis.errors import DataError, OptionError
+from lapis.options import checked_tensor, shown
+
+Array = TypeVar("Array", Tensor, NDArray[Any])
+
+
+def numbers(name: str, value: Any) -> Tensor:
+    """Real numbers of any usual form (tensor, array, lists) as a dense tensor, or a DataError."""
+    try:
+        found = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
+    except (TypeError, ValueError):
+        found = None
+    return checked_tensor(name, value if found is None else found)
+
+
+class LinearOperator:
+    """y = A x for images x, as a sparse matrix.
+
+    `A @ image` takes images (..., height, width) and returns measurements (..., *data_shape); flat images
+    (..., pixels) return flat measurements (..., measurements). `A.T @ data` goes the other way, by the same rule. Torch
+    tensors keep their dtype and device, and gradients flow through; numpy arrays return numpy arrays. Whole numbers
+    count as float64.
+
+    Args:
+        matrix: (measurements, pixels), dense or scipy.sparse; pixels in row-major order.
+        image_shape: (height, width), with height * width = pixels.
+        data_shape: the form of the measurements; (measurements,) when None.
+
+    >>> A = LinearOperator(np.array([[1.0, 0.0, 0.0, 1.0]]), (2, 2))
+    >>> A @ np.array([[1.0, 2.0], [3.0, 4.0]])
+    array([5.])
+    >>> A.T @ torch.tensor([2.0])
+    tensor([[2., 0.],
+            [0., 2.]])
+    """
+
+    def __init__(self, matrix: Any, image_shape: tuple[int, int], data_shape: tuple[int, ...] | None = None) -> None:
+        self.matrix = scipy.sparse.csr_matrix(matrix, dtype=np.float64)
+        self.matrix.sum_duplicates()
+        self.image_shape = (int(image_shape[0]), int(image_shape[1]))
+        self.data_shape = (self.matrix.shape[0],) if data_shape is None else tuple(map(int, data_shape))
+        expected = (math.prod(self.data_shape), math.prod(self.image_shape))
+        if self.matrix.shape != expected or min(expected) < 1:
+            raise OptionError(
+                "The matrix does not fit these shapes",
+                expected=f"{expected}, for data {self.data_shape} of images {self.image_shape}",
+                got=str(self.matrix.shape),
+                do="give one row for each measurement and one column for each pixel",
+            )
+        if not np.isfinite(self.matrix.data).all():
+            raise OptionError("The matrix is not finite", expected="finite entries", got="inf or nan", do="repair it")
+        self._kept: dict[tuple[torch.dtype, torch.device], Any] = {}
+        """The matrix in the forms that products have asked for."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(measurements, pixels)."""
+        return int(self.matrix.shape[0]), int(self.matrix.shape[1])
+
+    @cached_property
+    def T(self) -> LinearOperator:
+        """The adjoint: <A x, y> = <x, A^T y>."""
+        return _Adjoint(self)
+
+    def __matmul__(self, image: Array) -> Array:
+        return self._applied(image, self.image_shape, self.data_shape, "image")
+
+    def dense(self, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:
+        """The matrix (measurements, pixels) as a dense tensor."""
+        return torch.from_numpy(self.matrix.toarray()).to(device, dtype)
+
+    def flat(self, data: Any, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:
+        """Measurements of either form as a finite vector (measurements,)."""
+        found = numbers("data", data).to(device, dtype)
+        if found.shape not in (self.data_shape, (self.shape[0],)):
+            raise DataError(
+                "The data do not fit the operator",
+                expected=f"shape {self.data_shape} or ({self.shape[0]},)",
+                got=str(tuple(found.shape)),
+                do="pass the measurements of one image",
+            )
+        if not torch.isfinite(found).all():
+            raise DataError(
+                "The data are not finite", expected="finite measurements", got="inf or nan", do="repair them"
+            )
+        return found.detach().reshape(-1)
+
+    def guess(self, data: Tensor) -> Tensor:
+        """A rough image (height, width) of one set of measurements, to start from: A^T y, scaled to fit them best."""
+        back = self.T @ data.reshape(self.data_shape)
+        there = self @ back
+        return back * ((there * data.reshape(self.data_shape)).sum() / there.square().sum().clamp_min(1e-30))
+
+    def _applied(self, value: Array, inward: tuple[int, ...], outward: tuple[int, ...], name: str) -> Array:
+        if isinstance(value, np.ndarray):
+            numbers = value if value.dtype in (np.float32, np.float64) else value.astype(np.float64)
+            applied: Array = self._applied(
+                torch.from_numpy(np.ascontiguousarray(numbers)), inward, outward, name
+            ).numpy()
+            return applied
+        if not isinstance(value, Tensor) or value.is_complex() or value.layout != torch.strided:
+            raise DataError(
+                f"Not an {name} of numbers",
+                expected="a torch tensor or a numpy array of real numbers",
+                got=shown(value),
+                do=f"convert the {name}",
+            )
+        tensor: Tensor = value if value.dtype in (torch.float32, torch.float64) else value.to(torch.float64)
+        flat, length = False, math.prod(inward)
+        if tuple(tensor.shape[-len(inward) :]) != inward:
+            if tensor.dim() == 0 or tensor.shape[-1] != length:
+                raise DataError(
+                    f"The {name} does not fit the operator",
+                    expected=f"shape (..., {', '.join(map(str, inward))}), or flat (..., {length})",
+                    got=str(tuple(tensor.shape)),
+                    do="check size, angles and detectors, or reshape",
+                )
+            flat = True
+        batch = tensor.shape[:-1] if flat else tensor.shape[: -len(inward)]
+        rows = tensor.reshape(-1, length)
+        product: Tensor = _Product.apply(rows, self)  # type: ignore[no-untyped-call]
+        return product.reshape(*batch, *((product.shape[-1],) if flat else outward))
+
+    def _product(self, rows: Tensor) -> Tensor:
+        """A x for each row x; by scipy on the CPU, where torch's own sparse products are slow or need MKL."""
+        key = (rows.dtype, rows.device)
+        if rows.device.type == "cpu":
+            if key not in self._kept:
+                self._kept[key] = self.matrix.astype(torch.empty(0, dtype=rows.dtype).numpy().dtype)
+            product = self._kept[key] @ rows.detach().numpy().T
+            return torch.from_numpy(np.ascontiguousarray(product.T))
+        if key not in self._kept:
+            entries = self.matrix.tocoo()
+            indices = torch.from_numpy(np.stack([entries.row, entries.col]).astype(np.int64))
+            values = torch.from_numpy(entries.data).to(rows.dtype)
+            made = torch.sparse_coo_tensor(indices, values, self.matrix.shape, device=rows.device)
+            self._kept[key] = made.coalesce()
+        found: Tensor = torch.sparse.mm(self._kept[key], rows.mT).mT
+        return found
+
+
+class _Product(torch.autograd.Function):
+    """Rows times A^T; the gradient goes back through A."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, operator: LinearOperator) -> Tensor:
+        ctx.operator = operator
+        return operator._product(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Product.apply(gradient, ctx.operator.T), None  # type: ignore[no-untyped-call]
+
+
+class _Adjoint(LinearOperator):
+    """A^T as an operator from measurements to images."""
+
+    def __init__(self, operator: LinearOperator) -> None:
+        self.matrix = operator.matrix.T.tocsr()
+        self.operator = operator
+        self.image_shape, self.data_shape = operator.image_shape, operator.data_shape
+        self._kept = {}
+
+    @property
+    def T(self) -> LinearOperator:
+        return self.operator
+
+    def __matmul__(self, data: Array) -> Array:
+        return self._applied(data, self.data_shape, self.image_shape, "array of measurements")

@@ -1,0 +1,213 @@
+"""Fits divided among processes of torch.distributed: equal to one process, and ended by one that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lapis
+from lapis import checkpoint as checkpoints
+from lapis.ranks import Ranks
+from ranks import run
+
+DOUBLE = torch.float64
+N = 23  # no multiple of 2 or 3: the ranks' parts differ in length
+
+
+def problem(width: int = 5, classes: int = 3) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, classes)).to(DOUBLE)
+    x = torch.randn(N, 4, dtype=DOUBLE)
+    return model, x, torch.randint(classes, (N,))
+
+
+def regression() -> tuple[nn.Module, Tensor, Tensor]:
+    model, x, _ = problem(classes=2)
+    return model, x, torch.stack([x[:, 0].sin(), x[:, 1]], 1)
+
+
+def fits(distributed: Any) -> dict[str, Any]:
+    """Everything that must not depend on the number of processes."""
+    found: dict[str, Any] = {}
+    model, x, y = problem()
+    options: Any = {"prior": 2.0, "weights": "all", "distributed": distributed, "batch_size": 6}
+    for structure in ("dense", "diagonal", "kronecker", "ekfac", "lowrank", "implicit"):
+        posterior = lapis.laplace(model, (x, y), "classification", structure=structure, **options)
+        if isinstance(posterior, lapis.ImplicitPosterior):
+            found["implicit evidence"] = posterior.log_evidence_estimate(probes=2, steps=3).value
+        else:
+            found[f"{structure} evidence"] = posterior.log_evidence()
+        found[f"{structure} variance"] = posterior.functional_variance(x[:3])
+        found[f"{structure} facts"] = torch.tensor([posterior.n_data, posterior.curvature.digest >> 2])
+        found[f"{structure} draws"] = posterior.sample(2)
+    drawn = posterior.draw(2)  # type: ignore[attr-defined]
+    found["draws by solves"] = drawn.deviations
+    found["tuned by draws"] = posterior.tune(max_iterations=2, tolerance=10.0, samples=2).prior.precision  # type: ignore[union-attr]
+    outputs = posterior.with_solver(space="outputs").draw(2)  # type: ignore[union-attr]
+    found["draws in the space of outputs"] = outputs.deviations
+    kronecker = lapis.laplace(model, (x, y), "classification", structure="kronecker", **options)
+    tuned = kronecker.tune()
+    found["tuned"] = torch.tensor([float(tuned.weight_prior.precision), tuned.width])
+    refined = kronecker.refine((x, y), distributed=distributed, max_rounds=3, tolerance=1.0, batch_size=6)
+    found["refined"], found["elbo"] = refined.mean, refined.elbo()
+    for name, inputs in (("tensor", x), ("data set", TensorDataset(x, y)), ("few", x[:1])):
+        found[f"predicted {name}"] = kronecker.predict(inputs, distributed=bool(distributed)).probs
+    found["sampled"] = kronecker.predict(x, "sampled", samples=3, distributed=bool(distributed)).probs
+    model, x, y = regression()
+    for structure in ("dense", "kronecker"):  # whose outputs are kept apart, each with a noise of its own
+        posterior = lapis.laplace(model, (x, y), "regression", structure=structure, **options)
+        found[f"own noise, {structure}"] = posterior.tune().likelihood.noise
+    for name, data in (
+        ("loader", DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)),
+        ("batches", [(x[:9], y[:9]), (x[9:11], y[9:11]), (x[11:], y[11:])]),
+    ):
+        options["batch_size"] = None
+        found[f"from {name}"] = lapis.laplace(model, data, "regression", structure="diagonal", **options).log_evidence()
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    return fits(False)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_with_uneven_parts_equal_one_process_and_each_other(
+    size: int, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    every = run(lambda rank: fits(True), size, tmp_path)
+    for found in every:
+        assert isinstance(found, dict), found
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                found[name], value, rtol=2e-7, atol=2e-8, msg=lambda m, name=name: f"{name}: {m}"
+            )
+            assert torch.equal(found[name], every[0][name]), name
+
+
+def pieces(rank: int) -> dict[str, Any]:
+    """Examples that the ranks have of their own, shared eigendecompositions, draws by SGD; the refusals."""
+    from lapis.curvature.blocks import kronecker
+
+    found: dict[str, Any] = {}
+    model, x, y = problem()
+    cut = slice(0, 5) if rank == 0 else slice(5, N)
+    options: Any = {"prior": 2.0, "weights": "all", "structure": "kronecker"}
+    kronecker.SHARED_WIDTH = 1
+    own = x[cut], y[cut]
+    for name, data, how in (("tensors", own, True), ("batches", [own], "shards")):
+        posterior = lapis.laplace(model, data, "classification", distributed=how, **options)
+        found[name] = posterior.log_evidence()
+        found[f"variance, {name}"] = posterior.functional_variance(x[:3])
+    found["sample"] = posterior.sample_of_data()[0].inputs
+    options["structure"] = "implicit"
+    implicit = lapis.laplace(model, (x, y), "classification", distributed=True, **options)
+    drawn = implicit.draw(2, solver="sgd", epochs=25, batch_size=8)
+    found["by SGD"], found["by CG"] = drawn.deviations, implicit.draw(2).deviations
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(rank))
+    other, _, _ = problem()
+    if rank:
+        nn.init.zeros_(other[0].weight)  # type: ignore[index]
+    sampler = torch.utils.data.DistributedSampler(TensorDataset(x, y), 2, rank)
+    options["structure"] = "diagonal"
+    broken = (x * torch.inf, y) if rank else (x, y)
+    failures = {
+        "orders": lambda: lapis.laplace(model, (x[order], y[order]), "classification", distributed=True, **options),
+        "same": lambda: lapis.laplace(model, [(x, y)], "classification", distributed="shards", **options),
+        "networks": lambda: lapis.laplace(other, (x, y), "classification", distributed=True, **options),
+        "sampler": lambda: lapis.laplace(
+            model, DataLoader(TensorDataset(x, y), sampler=sampler), "classification", distributed=True, **options
+        ),
+        "lengths": lambda: lapis.laplace(
+            model, TensorDataset(x[: N - rank], y[: N - rank]), "classification", distributed=True, **options
+        ),
+        "few": lambda: lapis.laplace(model, (x[:1], y[:1]), "classification", distributed=True, **options),
+        "one fails": lambda: lapis.laplace(model, broken, "classification", distributed=True, **options),
+        "update": lambda: implicit.update((x, y)),
+        "refine": lambda: implicit.refine(max_rounds=1),
+        "predict": lambda: implicit.predict(x, distributed=True),
+        "joint": lambda: drawn.predict(x, joint=True, distributed=True),
+        "iterator": lambda: lapis.laplace(model, iter([(x, y)]), "classification", distributed=True, **options),
+    }
+    for name, call in failures.items():
+        try:
+            call()
+            found[name] = "no error"
+        except lapis.LapisError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_each_rank_may_have_examples_of_its_own_and_all_end_together(tmp_path: Path) -> None:
+    first, second = run(pieces, 2, tmp_path)
+    assert isinstance(first, dict), first
+    assert isinstance(second, dict), second
+    model, x, y = problem()
+    whole = lapis.laplace(model, (x, y), "classification", structure="kronecker", prior=2.0, weights="all")
+    for name in ("tensors", "batches"):
+        torch.testing.assert_close(first[name], whole.log_evidence(), rtol=1e-10, atol=0)
+        torch.testing.assert_close(first[f"variance, {name}"], whole.functional_variance(x[:3]), rtol=1e-9, atol=0)
+    assert sorted(first["sample"][:, 0].tolist()) == sorted(x[:, 0].tolist())
+    error = (first["by SGD"] - first["by CG"]).norm() / first["by CG"].norm()
+    assert error < 0.1  # residual of SGD; both draw from the same noise
+    words = {
+        "orders": "different orders", "same": "same examples", "networks": "agree on the network",
+        "sampler": "DistributedSampler", "lengths": "different data", "few": "fewer examples", "update": "cannot",
+        "refine": "cannot be refined", "predict": "solve together", "joint": "joint", "iterator": "iterator",
+    }  # fmt: skip
+    for name, word in words.items():
+        assert word in first[name], (name, first[name])
+        assert word in second[name], (name, second[name])
+    assert first["one fails"].startswith("RankError: Rank 1 failed in its part of the")
+    assert "not finite" in first["one fails"]
+    assert "DataError" in second["one fails"]
+    for name, value in first.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, second[name]), name
+
+
+def killed(rank: int, path: Path, moment: int, structure: str) -> Any:
+    """A fit that rank 1 leaves in the midst of its pass, by SIGKILL; the moment 0 is never."""
+    model, x, y = problem()
+    checkpoints.SAVE_SECONDS = 0.0
+
+    class Data(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            if rank == 1 and moment and index == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    options: Any = {"structure": structure, "weights": "all", "batch_size": 1, "checkpoint": path}
+    found = lapis.laplace(model, Data(x, y), "classification", distributed=True, **options)
+    return {"evidence": found.log_evidence(), "mean": found.functional_variance(x), "n": found.n_data}
+
+
+def test_a_killed_rank_ends_the_others_and_the_fit_goes_on_from_their_checkpoints(tmp_path: Path) -> None:
+    structure = "ekfac"
+    expected, _ = run(lambda rank: killed(rank, tmp_path / "alone", 0, structure), 2, tmp_path / "a")
+    cut, gone = run(lambda rank: killed(rank, tmp_path / "cut", N - 1, structure), 2, tmp_path / "b")
+    assert gone is None
+    assert cut.startswith("RankError: Another process of the group died")
+    assert [path.name for path in sorted(tmp_path.glob("cut.*"))] == ["cut.0of2", "cut.1of2"]
+    resumed = run(lambda rank: killed(rank, tmp_path / "cut", 0, structure), 2, tmp_path / "c")
+    for found in resumed:
+        assert isinstance(found, dict), found
+        assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(expected[name])) for name in expected)
+
+
+def test_ranks_are_needed() -> None:
+    model, x, y = problem()
+    for call in (
+        lambda: lapis.laplace(model, (x, y), "classification", distributed=True),
+        lambda: lapis.laplace(model, (x, y), "classification").predict(x, distributed=True),
+        Ranks.joined,
+    ):
+        with pytest.raises(lapis.OptionError, match="no ranks"):
+            call()

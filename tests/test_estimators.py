@@ -1,0 +1,112 @@
+"""Estimators in scikit-learn's manner: its own checks, units, files and pickles."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import PolynomialFeatures
+from sklearn.utils.estimator_checks import check_estimator
+from torch import nn
+
+import lapis
+from lapis.estimators import Predictor, load_predictor
+
+pytestmark = pytest.mark.filterwarnings("ignore::lapis.LapisWarning")  # so few epochs do not converge, and it says so
+
+CHEAP: dict[str, Any] = {
+    "hidden": (4,), "epochs": 20, "every": 20, "learning_rate": 0.2, "structure": "diagonal", "random_state": 0,
+}  # fmt: skip
+X = np.random.default_rng(0).normal(size=(40, 3))
+Y = X[:, 0] - 2 * X[:, 1] + 0.1 * np.random.default_rng(1).normal(size=40)
+LABELS = np.where(X[:, 0] > 0, "yes", "no")
+
+
+@pytest.mark.parametrize("kind", [lapis.LaplaceRegressor, lapis.LaplaceClassifier])
+@pytest.mark.filterwarnings("ignore")  # the checks provoke warnings on purpose, and look for their own
+def test_scikit_learn_accepts_the_estimator(kind: Any) -> None:
+    results = check_estimator(kind(**CHEAP), on_skip=None)
+    assert len(results) > 40
+
+
+def test_predictions_are_in_the_units_of_the_targets() -> None:
+    """Targets in other units: the same prediction in these units, standard deviations and intervals too."""
+    one, other = (lapis.LaplaceRegressor(**CHEAP).fit(X, y) for y in (Y, 1000 * Y + 7))
+    mean, std = one.predict(X, return_std=True)
+    mean_there, std_there = other.predict(X, return_std=True)
+    np.testing.assert_allclose(mean_there, 1000 * mean + 7, rtol=1e-8)
+    np.testing.assert_allclose(std_there, 1000 * std, rtol=1e-8)
+    lower, upper = one.predict_interval(X, level=0.95)
+    np.testing.assert_allclose((upper - lower) / std, 2 * 1.959964, rtol=1e-6)
+    prediction = one.predictor_.values(X, targets=torch.from_numpy(Y))
+    there = other.predictor_.values(X, targets=torch.from_numpy(1000 * Y + 7))
+    np.testing.assert_allclose(there.log_prob, prediction.log_prob - np.log(1000), rtol=1e-8)
+
+
+def test_a_linear_truth_is_found_with_its_noise() -> None:
+    regressor = lapis.LaplaceRegressor(hidden=5, epochs=400).fit(X, Y)
+    assert regressor.score(X, Y) > 0.98
+    assert float(np.median(regressor.predict(X, return_std=True)[1])) == pytest.approx(0.1, abs=0.05)
+
+
+def test_several_targets_have_several_columns() -> None:
+    both = np.stack([Y, 10 * X[:, 2]], 1)
+    mean, std = lapis.LaplaceRegressor(**CHEAP).fit(X, both).predict(X[:5], return_std=True)
+    assert mean.shape == std.shape == (5, 2)
+
+
+def test_pipelines_and_grid_search_take_it() -> None:
+    pipeline = make_pipeline(PolynomialFeatures(2), lapis.LaplaceClassifier(**CHEAP))
+    search = GridSearchCV(pipeline, {"laplaceclassifier__hidden": [(2,), (3,)]}, cv=2, scoring="neg_log_loss")
+    search.fit(X, LABELS)
+    assert search.best_params_["laplaceclassifier__hidden"] in [(2,), (3,)]
+    assert search.predict_proba(X).shape == (40, 2)
+
+
+def two_layers(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 3), nn.ReLU(), nn.Linear(3, outputs))
+
+
+@pytest.mark.parametrize("module", [None, two_layers])
+@pytest.mark.parametrize("kind", [lapis.LaplaceRegressor, lapis.LaplaceClassifier])
+def test_pickles_and_files_bring_it_back(kind: Any, module: Any, tmp_path: Path) -> None:
+    estimator = kind(**CHEAP, module=module).fit(X, Y if kind is lapis.LaplaceRegressor else LABELS)
+    again = pickle.loads(pickle.dumps(estimator))
+    path = tmp_path / "estimator.lapis"
+    estimator.predictor_.save(path)
+    if module is not None:
+        with pytest.raises(lapis.FileError, match="never code"):
+            load_predictor(path)
+        with pytest.raises(lapis.FileError, match="belongs to another network"):
+            load_predictor(path, nn.Linear(3, 2))
+    loaded = load_predictor(path, None if module is None else module(3, 1 if kind is lapis.LaplaceRegressor else 2))
+    assert isinstance(loaded, Predictor)
+    assert loaded.classes == estimator.predictor_.classes
+    if kind is lapis.LaplaceRegressor:
+        mean, std = estimator.predict(X, return_std=True)
+        np.testing.assert_array_equal(again.predict(X, return_std=True), (mean, std))
+        np.testing.assert_allclose(loaded.values(X).std[:, 0], std, rtol=1e-12)
+    else:
+        np.testing.assert_array_equal(again.predict_proba(X), estimator.predict_proba(X))
+        np.testing.assert_allclose(loaded.probabilities(X).probs, estimator.predict_proba(X), rtol=1e-12)
+    assert type(estimator.posterior_) is lapis.LaplacePosterior
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden": (0,)}, "hidden"),
+        ({"activation": "step"}, "activation"),
+        ({"module": lambda inputs, outputs: 3}, "Bad module"),
+        ({"structure": "implicit"}, "gradient"),
+    ],
+)
+def test_bad_options_are_refused_at_the_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(lapis.OptionError, match=message):
+        lapis.LaplaceRegressor(**{**CHEAP, **options}).fit(X, Y)

@@ -1,0 +1,132 @@
+"""Exported predictions are those of the posterior, in eager mode, through torch.export and in onnxruntime."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import lapis
+from lapis.cli import app
+from lapis.estimators import load_predictor
+from lapis.export import exported, of_predictor, predictive, to_onnx
+
+F64 = torch.float64
+X = torch.randn(30, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
+
+
+def net(outputs: int) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, outputs)).double()
+
+
+def plain(outputs: int) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+
+
+TARGETS: dict[str, Any] = {
+    "classification": torch.arange(30) % 3,
+    "regression": torch.stack([X[:, 0], X.sum(1)], 1),
+    "binary": (X[:, :1] > 0).double(),
+}
+OUTPUTS = {"classification": 3, "regression": 2, "binary": 1}
+FITS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dense": (plain, {"structure": "dense", "weights": "all"}),
+    "diagonal": (plain, {"structure": "diagonal", "weights": "all"}),
+    "kronecker": (plain, {"structure": "kronecker", "weights": "all"}),
+    "own bias": (plain, {"structure": "kronecker", "weights": "all", "prior": lapis.Prior(1.0, groups="parameter")}),
+    "ekfac": (plain, {"structure": "ekfac", "weights": "all"}),
+    "last layer": (net, {"weights": "last_layer"}),
+    "last layer, kronecker": (net, {"weights": "last_layer", "structure": "kronecker"}),
+    "single weights": (plain, {"weights": torch.arange(5 * 4 + 5 + 5 * 1 + 1) % 2 == 0}),
+}
+
+
+def fitted(name: str, task: str) -> lapis.LaplacePosterior:
+    make, options = FITS[name]
+    if name == "single weights":
+        model = make(1)
+        return lapis.laplace(model, (X, TARGETS["binary"]), task, **options).tune()
+    return lapis.laplace(make(OUTPUTS[task]), (X, TARGETS[task]), task, **options).tune()
+
+
+@pytest.mark.parametrize("task", TARGETS)
+@pytest.mark.parametrize("name", FITS)
+def test_the_module_predicts_as_the_posterior_does(name: str, task: str) -> None:
+    if name == "single weights" and task != "binary":
+        return
+    posterior = fitted(name, task)
+    new = 2 * X[:7] + 1
+    for link in ("mean_field",) if task == "regression" else ("mean_field", "probit"):
+        found = predictive(posterior, link=link)(new)  # type: ignore[arg-type]
+        expected: Any = posterior.predict(new, link=None if task == "regression" else link)  # type: ignore[arg-type]
+        if task == "regression":
+            wanted = (expected.mean, expected.std, expected.epistemic_variance.sqrt())
+        else:
+            wanted = (expected.probs, expected.entropy, expected.f_variance.sqrt())
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+
+
+def test_a_moved_mean_and_a_temperature_are_exported_too() -> None:
+    posterior = lapis.laplace(plain(3), (X, TARGETS["classification"]), "classification", structure="dense")
+    moved = replace(posterior, mean=posterior.mean + 0.1)
+    for each in (moved, replace(posterior, sharpness=0.7)):
+        expected: Any = each.predict(X, link="mean_field")
+        torch.testing.assert_close(predictive(each)(X)[0], expected.probs, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "task"), [("diagonal", "regression"), ("last layer", "classification")])
+def test_onnxruntime_gives_the_same_numbers(name: str, task: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="ONNX export needs the extra `export`: make test-extras")
+    runtime = pytest.importorskip("onnxruntime", reason="ONNX export needs the extra `export`: make test-extras")
+    module = predictive(fitted(name, task)).float()
+    to_onnx(module, X[:3].float(), tmp_path / "model.onnx")
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    for rows in (1, 30):
+        found = session.run(None, {"x": X[:rows].float().numpy()})
+        for one, other in zip(found, module(X[:rows].float()), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::lapis.LapisWarning")
+def test_a_fitted_file_becomes_a_program_for_batches_of_any_size_with_its_units(tmp_path: Path) -> None:
+    regressor = lapis.LaplaceRegressor(4, epochs=20, every=20, structure="diagonal").fit(X, 100 * X[:, 0] + 5)
+    predictor = regressor.predictor_.with_table(
+        {"names": list("abcd"), "categories": {}, "target": "y", "whole": False}
+    )
+    predictor.save(tmp_path / "model.lapis")
+    values = predictor.values(X)
+    mean, std, epistemic = of_predictor(load_predictor(tmp_path / "model.lapis"))(X)
+    torch.testing.assert_close(mean, values.mean)
+    torch.testing.assert_close(std, values.std)
+    torch.testing.assert_close(epistemic, values.epistemic_std)
+    run = CliRunner().invoke
+    done = run(app, ["export", str(tmp_path / "model.lapis"), "--out", str(tmp_path / "model.pt2")])
+    assert done.exit_code == 0, done.output
+    assert "x (4 columns, float64) -> mean, std, epistemic_std" in done.stdout
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    for rows in (1, 30):
+        torch.testing.assert_close(program(X[:rows]), (mean[:rows], std[:rows], epistemic[:rows]))
+    refused = run(app, ["export", str(tmp_path / "model.lapis"), "--out", "model.exe"])
+    assert refused.exit_code == 1
+    assert ".onnx or .pt2" in refused.stderr
+
+
+def test_what_cannot_be_exported_says_so() -> None:
+    data = (X, TARGETS["classification"])
+    with pytest.raises(lapis.OptionError, match="ImplicitPosterior cannot be exported"):
+        predictive(lapis.laplace(plain(3), data, "classification", structure="implicit"))
+    with pytest.raises(lapis.ModelError, match=r"'2.weight' cannot be exported.*Got: LayerNorm.*last_layer"):
+        predictive(lapis.laplace(net(3), data, "classification", weights="all"))
+    with pytest.raises(lapis.LikelihoodError, match="poisson likelihood cannot be exported"):
+        predictive(lapis.laplace(plain(1), (X, torch.ones(30, 1).double()), "poisson"))
+    with pytest.raises(lapis.OptionError, match="two examples"):
+        exported(predictive(fitted("diagonal", "classification")), X[:1])
