@@ -92,8 +92,8 @@ def density_scores(mean: Tensor, covariance: Tensor, noise: float, truth: Tensor
 
 def cell(
     image: int, angles: int, percent: int, setting: Setting, truth: Tensor
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Scores of all methods, and the pictures they were taken from."""
+) -> tuple[dict[str, Any], dict[str, Tensor], imaging.Reconstruction]:
+    """Scores of all methods, the pictures they were taken from, and the linearised reconstruction before tuning."""
     started = time.perf_counter()
     A, data, noise = measured(truth, angles, percent, image)
     rate = LITERATURE[angles, percent] * A.shape[0] / (2 * noise**2)
