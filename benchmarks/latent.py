@@ -1,11 +1,11 @@
 """`python -m benchmarks.latent`: models with latent variables beside scikit-learn and hmmlearn, in time and memory.
 
-Four rounds of EM of a mixture of 20 Gaussians (full covariances, 20 dimensions) on 100,000 points, from the same start;
-and on a tenth of them. The sums over paths (forward and backward) of 1,000 sequences of 500 steps under a hidden Markov
-model with 5 states and Gaussian emissions of 3 dimensions, all sequences in one call of each library. Contenders have
-processes of their own on one thread and take turns; times are the processor's, and the lower quartile of all turns
-counts. Memory is the peak above where a process stood before its data were made. hmmlearn is measured where it is
-installed (.venv-bench).
+Four rounds of EM of a mixture of 20 Gaussians (full covariances, 20 dimensions) on 100,000 points, from the same start.
+The sums over paths (forward and backward) of 1,000 sequences of 500 steps under a hidden Markov model with 5 states and
+Gaussian emissions of 3 dimensions, all sequences in one call of each library. Growth: the same with fewer and more
+points, and sequences. Contenders have processes of their own on one thread and take turns; times are the processor's,
+and the lower quartile of all turns counts. Memory is the peak above where a process stood before its data were made.
+hmmlearn is measured where it is installed (.venv-bench).
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ from lapis.latent.markov.gaussian import GaussianEmissions
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "latent_speed.md"
 COMPONENTS, DIMENSIONS, ROUNDS = 20, 20, 4
 SEQUENCES, LENGTH, STATES, WIDTH = 1000, 500, 5, 3
+GROWTH = {"mixture": (3_000, 10_000, 30_000, 100_000, 300_000), "paths": (100, 300, 1_000, 3_000)}
+"""Points, and sequences."""
 TARGETS = {"mixture": 1.0, "paths": 5.0}
 """How many times as fast as the peer."""
+
+Rows = dict[str, dict[str, float]]
+"""Measurements by contender, or by size."""
 
 
 def points(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +62,7 @@ def their_mixture(count: int) -> Step:
     return _warm(lambda: peer.fit(x))
 
 
-def chains() -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def chains(count: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Observations (sequences, steps, width), and the parameters of a model."""
     source = np.random.default_rng(0)
     transitions = 0.8 * np.eye(STATES) + 0.2 * source.dirichlet(np.ones(STATES), STATES)
@@ -67,11 +72,11 @@ def chains() -> tuple[np.ndarray, dict[str, np.ndarray]]:
         "means": 2 * source.standard_normal((STATES, WIDTH)),
         "covariances": np.tile(np.eye(WIDTH), (STATES, 1, 1)),
     }
-    return source.standard_normal((SEQUENCES, LENGTH, WIDTH)), parameters
+    return source.standard_normal((count, LENGTH, WIDTH)), parameters
 
 
-def our_paths() -> Step:
-    y, parameters = chains()
+def our_paths(count: int = SEQUENCES) -> Step:
+    y, parameters = chains(count)
     tensors = {name: torch.as_tensor(value) for name, value in parameters.items()}
     emissions = GaussianEmissions(tensors["means"], tensors["covariances"])
     model = HiddenMarkov(STATES, emissions, initial=tensors["initial"], transitions=tensors["transitions"])
@@ -81,7 +86,7 @@ def our_paths() -> Step:
 def their_paths() -> Step:
     from hmmlearn.hmm import GaussianHMM
 
-    y, parameters = chains()
+    y, parameters = chains(SEQUENCES)
     model = GaussianHMM(STATES, covariance_type="full")
     model.startprob_, model.transmat_ = parameters["initial"], parameters["transitions"]
     model.means_, model.covars_ = parameters["means"], parameters["covariances"]
@@ -95,7 +100,7 @@ def _warm(step: Step) -> Step:
     return step
 
 
-def page(results: dict[str, dict[str, dict[str, float]]]) -> str:
+def page(results: dict[str, Rows], growth: dict[str, Rows]) -> str:
     lines = [
         "# Latent variables: time and memory",
         "",
@@ -112,7 +117,20 @@ def page(results: dict[str, dict[str, dict[str, float]]]) -> str:
             ratio = "" if name == "Lapis" else f"{faster:.2f}"
             cells = (work, name, f"{row['milliseconds']:.0f}", ratio, told, f"{row['megabytes']:.0f}")
             lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "## Growth", "", "| work | N | ms | µs a datum | MB |", "| --- | --- | --- | --- | --- |"]
+    for work, found in growth.items():
+        for size, row in found.items():
+            each = 1e3 * row["milliseconds"] / int(size)
+            cells = (work, f"{int(size):,}", f"{row['milliseconds']:.0f}", f"{each:.1f}", f"{row['megabytes']:.0f}")
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append(f"| {work} | slope | time ~ N^{slope(found):.2f} | | |")
     return "\n".join([*lines, "", "`python -m benchmarks.latent`", ""])
+
+
+def slope(found: Rows) -> float:
+    """Of log time in log N: 1 is linear growth."""
+    sizes = np.log([int(size) for size in found])
+    return float(np.polyfit(sizes, np.log([row["milliseconds"] for row in found.values()]), 1)[0])
 
 
 def main() -> None:
@@ -125,15 +143,18 @@ def main() -> None:
     paths = {"Lapis": our_paths}
     if importlib.util.find_spec("hmmlearn"):
         paths["hmmlearn"] = their_paths
-    few = chosen.points // 10
     results = {
         "mixture": measure({name: partial(ready, chosen.points) for name, ready in mixtures.items()}, chosen.turns),
-        f"mixture, {few:,} points": measure({"Lapis": partial(our_mixture, few)}, chosen.turns),
         "paths": measure(paths, chosen.turns),
     }
-    chosen.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    chosen.output.write_text(page(results), encoding="utf-8")
-    print(page(results))  # noqa: T201
+    growth = {}
+    for work, ready in {"mixture": our_mixture, "paths": our_paths}.items():
+        sizes = [size for size in GROWTH[work] if work == "paths" or size <= 3 * chosen.points]
+        growth[work] = measure({str(size): partial(ready, size) for size in sizes}, chosen.turns)
+    told = json.dumps({"beside peers": results, "growth": growth}, indent=1)
+    chosen.output.with_suffix(".json").write_text(told + "\n", encoding="utf-8")
+    chosen.output.write_text(page(results, growth), encoding="utf-8")
+    print(page(results, growth))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import lapis
 from lapis.latent import BayesianGaussianMixture, GaussianMixture, choose_components
 from lapis.latent.bayesian_mixture import BayesianModel
 from lapis.latent.estimator import first_mixture
+from lapis.latent.floor import raised
 from lapis.latent.mixture_model import Rows, gathered
 
 KINDS = {"full": "full", "tied": "tied", "diagonal": "diag", "spherical": "spherical"}
@@ -89,6 +90,28 @@ def test_the_bound_never_falls_on_a_thousand_problems() -> None:
             model = model.maximisation(expected)
             bound = model.bound(expected)
             assert bound >= after - 1e-9 * max(1, abs(after))
+
+
+@pytest.mark.parametrize("least", [torch.tensor(0.5), torch.tensor([0.3, 2.0, 1.0])])
+def test_covariances_raised_to_the_floor_are_the_maximum_under_it(least: torch.Tensor) -> None:
+    """-log |Sigma| - tr Sigma^-1 S under Sigma >= diag(least): no feasible neighbour is better."""
+    source = torch.Generator().manual_seed(0)
+    root, least = torch.randn(3, 3, generator=source, dtype=torch.float64), least.double()
+    free, limit = root @ root.mT, torch.diag(least.expand(3))
+
+    def value(sigma: torch.Tensor) -> float:
+        return float(-torch.logdet(sigma) - torch.linalg.solve(sigma, free).trace())
+
+    found = raised(free, least, full=True)
+    assert float(torch.linalg.eigvalsh(found - limit)[0]) > -1e-12
+    assert float(torch.linalg.eigvalsh(free - limit)[0]) < 0
+    for _ in range(200):
+        draw = torch.randn(3, 3, generator=source, dtype=torch.float64)
+        other = limit + draw @ draw.mT
+        for share in (1.0, 0.1, 1e-3):  # the feasible set is convex
+            assert value(found + share * (other - found)) <= value(found) + 1e-12
+    assert torch.equal(raised(free + 9 * limit, least, full=True), free + 9 * limit)
+    assert torch.equal(raised(free.diagonal(), least, full=False), torch.maximum(free.diagonal(), least))
 
 
 def test_all_labels_known_is_maximum_likelihood_in_one_step() -> None:

@@ -3,8 +3,7 @@
     p(x, z = k) = pi_k N(x | mu_k, Sigma_k);    responsibilities r_nk = p(z_n = k | x_n, label_n)
 
 A label enters as a factor l_nk = p(label_n | z_n = k): one for the known class and zero for others, all ones where
-nothing is known, anything between for soft labels. Covariances keep Sigma >= floor I: the maximum under this
-constraint has the eigenvalues of the free one, raised to the floor, so that the bound never falls.
+nothing is known, anything between for soft labels. Covariances keep Sigma >= floor I (`floor`).
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ import torch
 from torch import Tensor
 
 from lapis.latent.driver import Expected, LatentModel
+from lapis.latent.floor import NOBODY, raised
 
 Covariance = Literal["full", "tied", "diagonal", "spherical"]
 
 CHUNK = 2**18
 """Numbers in the largest temporary array."""
-
-NOBODY = 1e-10
-"""A component with less than this share of a row keeps its place."""
 
 
 @dataclass(frozen=True)
@@ -216,12 +213,5 @@ def _covariances(scatter: Tensor, n: Tensor, kind: Covariance) -> Tensor:
 
 
 def floored(covariances: Tensor, kind: Covariance, floor: float) -> Tensor:
-    """Eigenvalues raised to the floor."""
-    if kind in ("diagonal", "spherical"):
-        return covariances.clamp_min(floor)
-    smallest = torch.linalg.eigvalsh(covariances).amin(-1)
-    if bool((smallest >= floor).all()):
-        return covariances
-    values, vectors = torch.linalg.eigh(covariances)
-    raised: Tensor = (vectors * values.clamp_min(floor).unsqueeze(-2)) @ vectors.mT
-    return raised
+    """Variances raised to the floor, in every direction."""
+    return raised(covariances, covariances.new_tensor(floor), full=kind in ("full", "tied"))

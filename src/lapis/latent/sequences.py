@@ -127,6 +127,28 @@ class Layout:
         """The last step of each sequence, (B, ...), in the order of the sequences."""
         return array[torch.tensor(self.lengths) - 1, self.places]
 
+    def some(self, slots: Tensor) -> Some:
+        """The sequences in some of the slots, a mask (B,) in the order of the layout."""
+        sequences = slots[self.places].nonzero()[:, 0]
+        layout = Layout(tuple(self.lengths[int(i)] for i in sequences))
+        return Some(layout, sequences, slots[self.slot].nonzero()[:, 0])
+
     def split(self, rows: Tensor) -> list[Tensor]:
         """Rows (N, ...) as one tensor a sequence."""
         return list(torch.split(rows, list(self.lengths)))
+
+
+@dataclass(frozen=True)
+class Some:
+    """Some of the sequences of a layout; in time they keep their order, as both are sorted alike."""
+
+    layout: Layout
+    sequences: Tensor
+    """Their indices."""
+    rows: Tensor
+    """Indices of their rows."""
+
+    @property
+    def longest(self) -> int:
+        """T."""
+        return max(self.layout.lengths)

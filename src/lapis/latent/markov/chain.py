@@ -6,8 +6,9 @@
     beta_t(i)  = p(y_t+1..T | z_t = i) = sum_j A(i, j) b_{t+1}(j) beta_{t+1}(j)
 
 Each step is a matrix product of exp(log alpha - max), with logarithms taken exactly where that underflows. Arrays are
-(T, B, K) with the longest sequence first (`Layout`). Derivatives of log p(y) are expectations under p(z | y), so the
-backward pass of autograd is the backward recursion.
+(T, B, K) with the longest sequence first (`Layout`). Expectations under p(z | y) come from probabilities scaled at each
+step (`scaled`), several times as fast, and from log space for those sequences on which these would underflow.
+Derivatives of log p(y) are such expectations, so the backward pass of autograd is the backward recursion.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lapis.latent.markov.scaled import scaled_paths
 from lapis.latent.sequences import Layout
 
 
@@ -85,7 +87,31 @@ def log_product(logs: Tensor, matrix: Tensor) -> Tensor:
 
 
 def paths(initial: Tensor, transitions: Tensor, log_densities: Tensor, layout: Layout, *, pairs: bool = True) -> Paths:
-    """Forward and backward; `log_densities` is (T, B, K). Without `pairs` those are not summed."""
+    """Expectations under p(z | y); `log_densities` is (T, B, K). Without `pairs` those are not summed."""
+    log_z, states, steps, failed = scaled_paths(initial, transitions, log_densities, layout, pairs=pairs)
+    if not bool(failed.any()):
+        rows = layout.rows(states)
+        return Paths(log_z[layout.places.to(log_z.device)], rows, states[0].sum(0), steps)
+    chain = (initial, transitions)
+    if bool(failed.all()):
+        return paths_in_log_space(*chain, log_densities, layout, pairs=pairs)
+    bad, good = (layout.some(slots) for slots in (failed.cpu(), ~failed.cpu()))
+    parts = (
+        (bad, paths_in_log_space(*chain, log_densities[: bad.longest, failed], bad.layout, pairs=pairs)),
+        (good, paths(*chain, log_densities[: good.longest, ~failed], good.layout, pairs=pairs)),
+    )
+    log_z, rows = torch.empty_like(log_z), log_densities.new_empty(len(layout.time), len(initial))
+    for part, found in parts:
+        log_z[part.sequences.to(log_z.device)] = found.log_likelihoods
+        rows[part.rows.to(rows.device)] = found.states
+    steps = sum((found.pairs for _, found in parts if found.pairs is not None), torch.zeros_like(transitions))
+    return Paths(log_z, rows, parts[0][1].first + parts[1][1].first, steps if pairs else None)
+
+
+def paths_in_log_space(
+    initial: Tensor, transitions: Tensor, log_densities: Tensor, layout: Layout, *, pairs: bool = True
+) -> Paths:
+    """As `paths`, forward and backward with logarithms throughout."""
     alphas, log_z = forward(initial, transitions, log_densities, layout)
     betas = backward(transitions, log_densities, layout)
     steps = pair_sums(alphas, log_densities + betas, transitions, transitions, layout) if pairs else None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError
+from lapis.latent.floor import NOBODY, raised
 from lapis.latent.markov.emissions import Emissions, Sums, whole_rows_missing
 from lapis.options import check_arguments, checked_tensor, shown
 
@@ -21,8 +22,7 @@ class GaussianEmissions(Emissions):
     """Vectors with means (K, D) and covariances (K, D, D), or (K, D) if diagonal.
 
     Diagonal covariances allow single entries of a row to be missing, full ones only whole rows. In EM, covariances keep
-    Sigma >= diag(least): the maximum under this constraint has the eigenvalues of the free one, raised to it, so that
-    no state collapses onto a single row, and the bound still never falls.
+    Sigma >= diag(least) (`lapis.latent.floor`).
     """
 
     means: Tensor
@@ -104,26 +104,19 @@ class GaussianEmissions(Emissions):
 
     def maximised(self, sums: Sums, pseudo_count: float) -> GaussianEmissions:
         n = sums["n"] if self.covariances.dim() == 2 else sums["n"][:, None]
-        alive = n > 1e-10  # a state with less than this keeps its place
-        means = torch.where(alive, sums["x"] / n.clamp_min(1e-10) + self._centre, self.means)
+        alive = n > NOBODY
+        means = torch.where(alive, sums["x"] / n.clamp_min(NOBODY) + self._centre, self.means)
         moved = replace(self, means=means)
         if self.covariances.dim() == 3:
             n, alive = n[..., None], alive[..., None]
-        free = moved._scatter(sums) / n.clamp_min(1e-10)
+        free = moved._scatter(sums) / n.clamp_min(NOBODY)
         return moved._with_covariances(torch.where(alive, free, self.covariances))
 
     def _with_covariances(self, covariances: Tensor) -> GaussianEmissions:
         """These, raised to the smallest variances."""
         if self.least is None:
             return replace(self, covariances=covariances)
-        if covariances.dim() == 2:
-            return replace(self, covariances=torch.maximum(covariances, self.least))
-        unit = self.least.sqrt()
-        values, vectors = torch.linalg.eigh(covariances / unit / unit[:, None])
-        if not bool((values < 1).any()):
-            return replace(self, covariances=covariances)
-        raised = (vectors * values.clamp_min(1.0)[:, None]) @ vectors.mT
-        return replace(self, covariances=raised * unit * unit[:, None])
+        return replace(self, covariances=raised(covariances, self.least, full=covariances.dim() == 3))
 
     def with_least(self, least: Tensor, centre: Tensor) -> GaussianEmissions:
         """For a fit: with these smallest variances, and sums about this centre."""
