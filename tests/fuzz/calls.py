@@ -8,24 +8,35 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import lapis
+import lapis.distributed
+import lapis.estimators
+import lapis.linear_models
+import lapis.playground
 import lapis.plots
 import lapis.solvers
-from fuzz.values import refused, right, wrong
+from fuzz.own_data import THINGS
+from fuzz.rooms import LEARNERS, learner
+from fuzz.values import IN, refused, right, wrong
 from fuzz.worlds import FITS, World
+from lapis.evidence import Tuning
 from lapis.learning_rule import Family
 from lapis.posteriors import Posterior
 
 MODULES: dict[str, Any] = {
     "lapis": lapis, "metrics": lapis.metrics, "solvers": lapis.solvers, "plots": lapis.plots,
     "decisions": lapis.decisions, "active": lapis.active, "learning_rule": lapis.learning_rule, "optim": lapis.optim,
+    "latent": lapis.latent, "lifelong": lapis.lifelong, "imaging": lapis.imaging, "estimators": lapis.estimators,
+    "export": lapis.export, "data": lapis.data, "linear_models": lapis.linear_models,
+    "distributed": lapis.distributed, "playground": lapis.playground,
 }  # fmt: skip
 
 
@@ -36,15 +47,13 @@ def words(text: str) -> frozenset[str]:
 RESULTS = words("""
     Comparison Reliability CGProgress CGResult CGState Eigenpairs Estimate LanczosResult QuadratureEstimate SGDResult
     SGDState SpectralQuadrature sgd style Bootstrap RiskCoverage Run Round History
-    Derivation Derivations LinearPosterior
+    Derivation Derivations LinearPosterior Expected Fit Forecast States VariationalFit Learned Learner Accuracies Lesson
+    Reconstruction VariationResult Predictor Predictive Statistics UCI Split
 """)
 """Classes that functions return and nobody makes, and functions of such objects."""
 
-CHECKED_AT_THE_FIT = words("LaplaceClassifier LaplaceRegressor")
-"""Estimators in scikit-learn's manner, which keep whatever they are made with; its own checks are their fuzzer."""
-
 HOOKS = words("""
-    state evidence_point sample_of_data gamma_of_groups vectors_at_once tensors config clone canonical hessian
+    forward state evidence_point sample_of_data gamma_of_groups vectors_at_once tensors config clone canonical hessian
     position_nll nll gradient factor statistics sampled_gradient suspicion check_outputs targets to_config to_prior
     group_index sizes vector curvature_trace link link_slope
 """)
@@ -59,6 +68,9 @@ UNMAKEABLE = words("""
 """)
 """Such methods whose arguments only the library can make."""
 
+OF_EMISSIONS = words("expected maximised log_densities read with_least statistics to plus scaled")
+"""The same of models with latent variables."""
+
 OF_FAMILIES = words("""
     loss_gradient objective_gradient moved expected_value expected_gradient expected_derivatives nodes scores deviations
 """)
@@ -67,7 +79,16 @@ OF_FAMILIES = words("""
 OF_OPTIMISERS = words("posterior")
 """What optimisers have beside torch's own methods."""
 
-INTERNAL = ("lapis.curvature", "lapis.network", "lapis.evidence")
+OWN_WORDS = words("latent lifelong imaging estimators export linear_models")
+"""Rooms whose objects know arguments by names of their own, as their functions do."""
+
+INTERNAL = (
+    "lapis.curvature",
+    "lapis.network",
+    "lapis.evidence",
+    "lapis.imaging.tangent",
+    "lapis.imaging.deep.training",
+)
 """Rooms whose objects are no part of the interface, though some methods return them."""
 
 REAL = words("""
@@ -78,12 +99,19 @@ REAL = words("""
 
 ALWAYS = {
     ("lapis.train", "epochs"), ("lapis.swag", "epochs"), ("lapis.swag", "snapshots"), ("lapis.variational", "steps"),
-    ("lapis.metrics.bootstrap", "repeats"),
+    ("lapis.metrics.bootstrap", "repeats"), ("lapis.imaging.reconstruct", "iterations"),
+    ("lapis.imaging.reconstruct", "tuning_steps"), ("lapis.imaging.reconstruct", "channels"),
+    ("lapis.latent.variational_em", "rounds"), ("<reconstruction>.retuned", "steps"), ("lapis.lifelong.", "epochs"),
+    ("lapis.estimators.Laplace", "epochs"), ("lapis.Laplace", "epochs"), ("lapis.imaging.UNet", "channels"),
+    ("lapis.imaging.shepp_logan", "size"), ("lapis.imaging.RayTransform", "angles"),
 }  # fmt: skip
-"""Arguments that are always given: without them the call takes long."""
+"""Arguments that are always given, by the beginning of a function's name: without them the call takes long."""
 
-DEFERRED = ("lapis.Prior",)
-"""Constructors whose arguments are checked when used: only there it is known which network they are for."""
+DEFERRED = ("lapis.Prior", "lapis.LaplaceClassifier", "lapis.LaplaceRegressor",
+            *(f"lapis.estimators.{name}" for name in ("LaplaceClassifier", "LaplaceRegressor")),
+            *(f"lapis.latent.{name}" for name in ("GaussianMixture", "BayesianGaussianMixture")))  # fmt: skip
+"""Constructors whose arguments are checked when used: of a prior, as only there it is known which network it is for; of
+estimators in scikit-learn's manner, as it demands."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +161,13 @@ def roots() -> dict[str, list[Target]]:
         found[room] = []
         for name in module.__all__:
             thing = getattr(module, name)
-            if not callable(thing) or name in RESULTS | CHECKED_AT_THE_FIT or inspect.isabstract(thing):
+            if not callable(thing) or name in RESULTS or inspect.isabstract(thing):
                 continue
             if isinstance(thing, type) and issubclass(thing, (BaseException, Posterior)):
                 continue
             place = (name, "metrics.real", "metrics") if name in REAL else (name, room)
+            if f"{room}.{name}" in IN:
+                place = (f"{room}.{name}", room)
             found[room].append(Target(f"{module.__name__}.{name}", thing, place))
     return found
 
@@ -146,8 +176,10 @@ def methods(thing: Any, called: str, w: World) -> list[Target]:
     """Public methods and properties of an object of this library."""
     found = []
     foreign = isinstance(thing, lapis.Likelihood) and thing.name != w.likelihood.name
+    room = type(thing).__module__.split(".")[1]
+    left_out = OF_EMISSIONS if room in OWN_WORDS else UNMAKEABLE
     for name in dir(type(thing)):
-        if name.startswith("_") or name in UNMAKEABLE or (name in HOOKS and foreign):
+        if name.startswith("_") or name in left_out or (name in HOOKS and foreign):
             continue
         if isinstance(thing, Family) and name in OF_FAMILIES:
             continue
@@ -159,6 +191,7 @@ def methods(thing: Any, called: str, w: World) -> list[Target]:
             continue  # inherited from Python or torch, whose errors are theirs
         kinds = {"likelihood": lapis.Likelihood, "family": Family}
         place = (name, type(thing).__name__, *(word for word, kind in kinds.items() if isinstance(thing, kind)))
+        place = (*place, room) if room in OWN_WORDS else place
         if isinstance(what, (property, cached_property)):
             read = Reader(thing, name)
             found.append(Target(f"{called}.{name}", read, place, thing))
@@ -215,9 +248,22 @@ def brief(value: Any) -> str:
     return f"<{type(value).__name__}>" if " at 0x" in text or "...x" in text else text
 
 
+CHANCES = {
+    "posterior": 10, "thing": 3, "lapis": 5, "metrics": 1, "solvers": 2, "plots": 0.5, "decisions": 0.5, "active": 0.5,
+    "learning_rule": 1, "optim": 0.5, "latent": 1.5, "lifelong": 1, "imaging": 1.5, "estimators": 0.7, "export": 0.7,
+    "data": 1, "linear_models": 0.5, "distributed": 0.3, "playground": 0.1,
+}  # fmt: skip
+"""How often a sequence begins with a method of a posterior or of another fitted object, or in a room."""
+
+
 def first_target(w: World, r: Random) -> Target | None:
     """Where a sequence begins: a method of a fitted posterior, or a public function."""
-    room = r.choices(["posterior", *MODULES], [10, 5, 1, 2, 0.5, 0.5, 0.5, 1, 0.5])[0]
+    room = r.choices(list(CHANCES), list(CHANCES.values()))[0]
+    if room == "thing":
+        name = r.choice([*THINGS, "learner"])
+        if name == "learner":
+            return Target("lapis.lifelong.learn", partial(learner, w, r.choice(LEARNERS)), ())
+        return pick(methods(THINGS[name](w, r), f"<{name}>", w), r)
     if room != "posterior":
         return r.choice(roots()[room])
     name = r.choice(list(FITS))
@@ -241,11 +287,15 @@ def pick(targets: Sequence[Target], r: Random) -> Target:
     return r.choices(targets, [6 if target.parameters else 1 for target in targets])[0]
 
 
+def needed(target: Target, argument: str) -> bool:
+    return any(argument == name and target.name.startswith(start) for start, name in ALWAYS)
+
+
 def make_call(target: Target, w: World, r: Random) -> Call:
     """Right arguments for most parameters, wrong ones for some."""
     arguments: dict[str, Any] = {}
     for p in target.parameters:
-        if p.default is p.empty or r.random() < 0.3 or (target.name, p.name) in ALWAYS:
+        if p.default is p.empty or r.random() < 0.3 or needed(target, p.name):
             arguments[p.name] = right(p.name, target.hints[p.name], p.default, w, r, target.owner, target.place)
     spoiled: list[str] = []
     if target.parameters and not target.is_hook:
@@ -262,7 +312,7 @@ def make_call(target: Target, w: World, r: Random) -> Call:
             arguments.pop(r.choice(target.parameters).name, None)
     forbidden = [] if target.name in DEFERRED else [
         name for name in dict.fromkeys(spoiled)
-        if name in arguments and refused(target.hints[name], arguments[name], name)
+        if name in arguments and refused(target.hints[name], arguments[name], name, target.place)
     ]  # fmt: skip
     return Call(target, arguments, tuple(spoiled), tuple(forbidden))
 
@@ -273,6 +323,8 @@ def tensors_of(result: Any, depth: int = 3) -> Iterator[Tensor]:
         yield result
     elif isinstance(result, float):
         yield torch.tensor(result)
+    elif isinstance(result, np.ndarray) and result.dtype.kind == "f":
+        yield torch.from_numpy(result)
     elif isinstance(result, Posterior):
         if isinstance(getattr(result, "mean", None), Tensor):
             yield result.mean
@@ -281,5 +333,7 @@ def tensors_of(result: Any, depth: int = 3) -> Iterator[Tensor]:
             yield from tensors_of(entry, depth - 1)
     elif depth and isinstance(result, Mapping):
         yield from tensors_of(list(result.values()), depth)
+    elif isinstance(result, Tuning) and result.method == "draws":
+        yield torch.tensor(result.gamma)  # its evidence is out of reach: NaN
     elif depth and dataclasses.is_dataclass(result) and not isinstance(result, (type, lapis.metrics.Reliability)):
         yield from tensors_of([getattr(result, field.name) for field in dataclasses.fields(result)], depth)

@@ -1,4 +1,4 @@
-"""Right values in rooms with a vocabulary of their own: the Bayesian learning rule, optimisers, active learning."""
+"""Right values in rooms with words of their own: learning rule, optimisers, active and life-long learning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lapis
 from fuzz.worlds import World
-from lapis import learning_rule
+from lapis import learning_rule, lifelong
 
 Make = Callable[[World, Random, Any], Any]
 
@@ -48,6 +48,25 @@ FAMILIES: tuple[Callable[[Random], Any], ...] = (
     lambda r: learning_rule.FixedSpikeAndSlab(normal(r, SIZE), share(r), 2.0),
     lambda r: learning_rule.GaussianMixture(components(r)),
 )
+
+
+LEARNERS: tuple[Any, ...] = (
+    lifelong.EWC, lifelong.FROMP, lifelong.SI, lifelong.VCL, lifelong.FineTuning, lifelong.Joint,
+    lifelong.OnlineLaplace, lifelong.Replay,
+)  # fmt: skip
+
+
+def learner(w: World, kind: Any) -> Any:
+    """One that has learnt a task."""
+    made = kind(w.copy_of_model(), w.likelihood, epochs=1)
+    made.learn(w.data)
+    return made
+
+
+def learner_file(w: World, r: Random) -> Any:
+    path = w.folder / "learner"
+    lifelong.FineTuning(w.copy_of_model(), w.likelihood, epochs=1).save(path)
+    return path
 
 
 def quadratic(theta: Tensor) -> Tensor:
@@ -96,6 +115,30 @@ IN: dict[str, dict[str, Make]] = {
         "budget": lambda w, r, o: 3,
         "start": lambda w, r, o: 2,
         "each": lambda w, r, o: 1,
+    },
+    "lifelong": {
+        "model": lambda w, r, o: w.copy_of_model(),
+        "data": lambda w, r, o: w.data,
+        "heads": lambda w, r, o: None,
+        "head": lambda w, r, o: None,
+        "epochs": lambda w, r, o: 1,
+        "learning_rate": lambda w, r, o: r.choice([None, 1e-3]),
+        "batch_size": lambda w, r, o: r.choice([None, 2]),
+        "points": lambda w, r, o: 2,
+        "coreset": lambda w, r, o: r.choice([None, 2]),
+        "deviation": lambda w, r, o: None,
+        "prior": lambda w, r, o: r.choice([0.5, 2.0]),
+        "jitter": lambda w, r, o: 1e-6,
+        "samples": lambda w, r, o: None,
+        "method": lambda w, r, o: r.choice([None, "network"]),
+        "make": lambda w, r, o: lambda: lifelong.FineTuning(w.copy_of_model(), w.likelihood, epochs=1),
+        "lessons": lambda w, r, o: [lifelong.Lesson(w.data, w.data)],
+        "after": lambda w, r, o: -1,
+    },
+    "lifelong.load": {
+        "path": lambda w, r, o: learner_file(w, r),
+        "likelihood": lambda w, r, o: None,
+        "optimiser": lambda w, r, o: None,
     },
 }
 """Joined to `values.IN`."""

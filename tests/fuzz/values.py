@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lapis
-from fuzz import rooms
+from fuzz import own_data, rooms
 from fuzz.worlds import FITS, World
 from lapis.batches import tensors_in
 from lapis.solvers import Diagonal, Operator
@@ -38,11 +38,21 @@ SIGNED = frozenset(
         "axis",
         "rank",
         "limits",
+        "start_at.level",
+        "UNet.bounds",
+        "reconstruct.bounds",
+        "tv_reconstruction.bounds",
+        "rotated.degrees",
+        "disc.centre",
+        "disc_sinogram.centre",
+        "random_state",
+        "after",
+        "skips",
     }
 )
 """Numbers that may be zero or negative, or are checked when used."""
 
-FROM_ZERO = frozenset({"weight_decay"})
+FROM_ZERO = frozenset({"weight_decay", "em.tolerance", "pseudo_count", "dropout", "serve.port"})
 """Numbers that may be zero: none."""
 
 
@@ -256,6 +266,7 @@ IN: dict[str, dict[str, Make]] = {
     "calibrate": {"temperature": lambda w, r, o: False},
     "state": {"network": lambda w, r, o: o.network},
     **rooms.IN,
+    **own_data.IN,
 }
 """Right values where a name means something else: by the function's name, or its module's."""
 
@@ -365,10 +376,11 @@ def by_annotation(hint: Any, default: Any, w: World, r: Random) -> Any:
     return default
 
 
-def refused(hint: Any, value: Any, name: str) -> bool:
-    """Whether the annotation forbids the value, or its size has no meaning for a number of this name."""
+def refused(hint: Any, value: Any, name: str, place: Sequence[str] = ()) -> bool:
+    """Whether the annotation forbids the value, or its size has no meaning for a number of this name, at this place."""
+    names = {name, *(f"{word}.{name}" for word in place)}
     is_zero = type(value) in (int, float) and value == 0
-    return hint is not None and not admitted(hint, value, name in SIGNED or (is_zero and name in FROM_ZERO))
+    return hint is not None and not admitted(hint, value, bool(names & SIGNED or (is_zero and names & FROM_ZERO)))
 
 
 def admitted(hint: Any, value: Any, signed: bool) -> bool:

@@ -18,7 +18,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from torch import Tensor
 
 from lapis.data.stores import Arrays, changed, check_arrays, download, stored
-from lapis.options import check_arguments
+from lapis.options import check_arguments, check_choice
 
 Part = Literal["train", "test"]
 
@@ -84,8 +84,10 @@ def cifar10(part: Part = "train") -> tuple[Tensor, Tensor]:
 
 def images(name: str, part: str) -> tuple[Tensor, Tensor]:
     """Images (N, channels, height, width) in 0..1, and classes, of any set that is stored as x_train, y_train, ..."""
+    check_arguments(images, locals())
     make: Callable[[], Arrays] | None = partial(_idx_set, name) if name in IDX else None
     arrays = stored(name, _cifar10 if name == "cifar10" else make)
+    check_choice("part", part, [key.removeprefix("x_") for key in arrays if key.startswith("x_")])
     x = torch.from_numpy(arrays[f"x_{part}"]).float() / 255
     y = torch.from_numpy(arrays[f"y_{part}"].astype(np.int64))
     return (x[:, None] if x.dim() == 3 else x.permute(0, 3, 1, 2).contiguous()), y

@@ -9,6 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lapis.errors import DataError
+from lapis.options import check_arguments, check_between, checked_tensor, shown
+
 Shift = Callable[[Tensor], Tensor]
 
 DEGREES = tuple(range(0, 181, 15))
@@ -16,6 +19,8 @@ DEGREES = tuple(range(0, 181, 15))
 
 def rotated(x: Tensor, degrees: float) -> Tensor:
     """Images turned, bilinear, the corners filled with zeros."""
+    check_arguments(rotated, locals(), signed=("degrees",))
+    _check_images(x)
     turn = math.radians(degrees)
     matrix = torch.tensor([[math.cos(turn), -math.sin(turn), 0.0], [math.sin(turn), math.cos(turn), 0.0]])
     grid = nn.functional.affine_grid(matrix.to(x).expand(len(x), 2, 3), list(x.shape), align_corners=False)
@@ -24,12 +29,16 @@ def rotated(x: Tensor, degrees: float) -> Tensor:
 
 def noisy(x: Tensor, strength: float, *, generator: torch.Generator | None = None) -> Tensor:
     """Gaussian noise of this standard deviation on every pixel; seeded with 0 without a generator."""
+    check_arguments(noisy, locals())
+    _check_images(x)
     source = generator or torch.Generator().manual_seed(0)
     return (x + strength * torch.randn(x.shape, generator=source)).clamp(0, 1)
 
 
 def blurred(x: Tensor, deviation: float) -> Tensor:
     """A Gaussian blur, with zeros beyond the edges."""
+    check_arguments(blurred, locals())
+    _check_images(x)
     reach = round(3 * deviation)
     taps = torch.exp(-0.5 * (torch.arange(-reach, reach + 1) / deviation).square()).to(x)
     taps = taps / taps.sum()
@@ -43,14 +52,30 @@ def blurred(x: Tensor, deviation: float) -> Tensor:
 
 def faded(x: Tensor, kept: float) -> Tensor:
     """Less contrast: differences from the image's mean shrink."""
+    check_arguments(faded, locals())
+    _check_images(x)
     mean = x.mean((1, 2, 3), keepdim=True)
     return mean + kept * (x - mean)
 
 
 def moved(x: Tensor, share: float) -> Tensor:
     """Moved down and to the right by a share of the width, zeros coming in."""
+    check_arguments(moved, locals())
+    _check_images(x)
+    check_between("share", share, 0, 1)
     by = max(1, round(share * x.shape[-1]))
     return nn.functional.pad(x, (by, 0, by, 0))[..., : x.shape[-2], : x.shape[-1]]
+
+
+def _check_images(x: Tensor) -> None:
+    checked_tensor("x", x)
+    if x.dim() != 4 or not x.is_floating_point() or not bool(x.isfinite().all()):
+        raise DataError(
+            "These are no images",
+            expected="finite numbers of floating point (N, channels, height, width)",
+            got=shown(x),
+            do="add the axes that are missing, or convert the pixels",
+        )
 
 
 STRENGTHS: dict[str, tuple[Callable[[Tensor, float], Tensor], Sequence[float]]] = {

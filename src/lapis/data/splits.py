@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapis.options import check_arguments, check_between
+from lapis.errors import DataError
+from lapis.options import check_arguments, check_between, checked_numbers, shown
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ def gap_splits(x: Tensor) -> tuple[Split, ...]:
     ([1, 0], [2])
     """
     check_arguments(gap_splits, locals())
+    if checked_numbers("x", x).dim() != 2:
+        raise DataError("These are no rows", expected="numbers (N, D)", got=shown(x), do="pass one row an example")
     third = len(x) // 3
     orders = [torch.argsort(x[:, column], stable=True) for column in range(x.shape[1])]
     return tuple(

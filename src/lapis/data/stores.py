@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lapis.errors import DataError
+from lapis.options import check_arguments
 from lapis.progress import track
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -44,6 +45,7 @@ def stored(name: str, make: Callable[[], Arrays] | None = None) -> Arrays:
         name: of the file, without its suffix; may contain a folder.
         make: downloads the data; without it a missing file is an error.
     """
+    check_arguments(stored, locals())
     places = [place / f"{name}.npz" for place in (folder(), cache()) if place is not None]
     for path in places:
         if path.is_file():

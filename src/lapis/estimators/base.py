@@ -68,6 +68,8 @@ class LaplaceEstimator(BaseEstimator):  # type: ignore[misc]
         self, x: Tensor, y: Tensor, outputs: int, classes: tuple[Any, ...] = (), targets: Scaling | None = None
     ) -> None:
         """Train a network on inputs (N, D) and on targets as the likelihood takes them."""
+        if self.module is not None and (isinstance(self.module, nn.Module) or not callable(self.module)):
+            raise _bad_module(f"a {type(self.module).__name__}")
         check_choice("structure", self.structure, ("auto", *NAMES))
         hidden, inputs = checked_hidden(self.hidden, self.activation), Scaling.of(x)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
@@ -91,12 +93,7 @@ class LaplaceEstimator(BaseEstimator):  # type: ignore[misc]
             torch.manual_seed(seed)
             model = self.module(inputs, outputs)
         if not isinstance(model, nn.Module):
-            raise OptionError(
-                "Bad module",
-                expected="a function of (inputs, outputs) that makes a torch.nn.Module",
-                got=f"one that makes {type(model).__name__}",
-                do="pass such a function, or None for a perceptron",
-            )
+            raise _bad_module(f"one that makes {type(model).__name__}")
         return model
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,3 +108,12 @@ class LaplaceEstimator(BaseEstimator):  # type: ignore[misc]
         if "predictor_" in state:
             config, tensors, model = state["predictor_"]
             self.predictor_ = unpacked(config, tensors, "the pickle", model)
+
+
+def _bad_module(got: str) -> OptionError:
+    return OptionError(
+        "Bad module",
+        expected="a function of (inputs, outputs) that makes a torch.nn.Module",
+        got=got,
+        do="pass such a function, or None for a perceptron",
+    )

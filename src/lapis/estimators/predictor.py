@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lapis.errors import DataError, FileError
+from lapis.errors import DataError, FileError, OptionError
 from lapis.estimators.perceptron import Perceptron
 from lapis.estimators.scaling import Scaling
 from lapis.files import read, write
+from lapis.options import check_arguments, checked_numbers, checked_tensor, shown
 from lapis.posteriors.posterior import Posterior
 from lapis.posteriors.storage import pack, unpack
 from lapis.predictions import ClassificationPrediction, RegressionPrediction
@@ -68,7 +69,7 @@ class Predictor:
 
     def prepared(self, x: Any) -> Tensor:
         """Inputs of the network from numbers (N, D), in the network's dtype; token indices stay whole numbers."""
-        rows = torch.as_tensor(x)
+        rows = _as_numbers(x)
         if self.inputs is None and not rows.is_floating_point():
             return rows
         if self.inputs is not None:
@@ -86,8 +87,10 @@ class Predictor:
         self, x: Any, *, level: float = 0.95, targets: Tensor | None = None, progress: bool | None = None
     ) -> Values:
         """The prediction of real targets; intervals hold a new target with probability `level`."""
+        check_arguments(Predictor.values, locals())
         found = self.posterior.predict(self.prepared(x), progress=progress)
-        assert isinstance(found, RegressionPrediction)
+        if not isinstance(found, RegressionPrediction):
+            raise self._other_task("regression")
         scaling = self.targets or Scaling(torch.zeros(1).double(), torch.ones(1).double())
 
         def columns(values: Tensor) -> Tensor:
@@ -96,6 +99,13 @@ class Predictor:
         lower, upper = (scaling.undo(columns(end)) for end in found.interval(level))
         density = None
         if targets is not None:
+            if columns(checked_numbers("targets", targets)).shape != columns(found.mean).shape:
+                raise DataError(
+                    "The targets do not fit",
+                    expected=f"{tuple(columns(found.mean).shape)}",
+                    got=f"shape {tuple(targets.shape)}",
+                    do="pass the targets of these inputs",
+                )
             scaled = scaling.apply(columns(targets)).to(found.mean.dtype).reshape(found.mean.shape)
             width = columns(found.mean).shape[1]
             density = found.log_prob(scaled).detach().double() - scaling.scale.log().expand(width).sum()
@@ -110,13 +120,19 @@ class Predictor:
 
     def probabilities(self, x: Any, *, progress: bool | None = None) -> Classes:
         """The prediction of classes."""
+        check_arguments(Predictor.probabilities, locals())
         found = self.posterior.predict(self.prepared(x), progress=progress)
-        assert isinstance(found, ClassificationPrediction)
+        if not isinstance(found, ClassificationPrediction):
+            raise self._other_task("classification")
         probs = found.probs.detach().double().reshape(len(found.probs), -1)
         if probs.shape[1] == 1:  # one logit: the probability of the second class
             probs = torch.cat([1 - probs, probs], 1)
         entropy, information = (v.detach().double().reshape(-1) for v in (found.entropy, found.mutual_information))
         return Classes(probs, entropy, information)
+
+    def _other_task(self, expected: str) -> OptionError:
+        do = "use probabilities(x)" if expected == "regression" else "use values(x)"
+        return OptionError("This predictor has another task", expected=expected, got=self.task, do=do)
 
     def packed(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a file holds: a config that JSON can hold, and tensors."""
@@ -139,6 +155,8 @@ class Predictor:
         write(path, *self.packed(), kind=KIND)
 
     def with_table(self, table: dict[str, Any]) -> Predictor:
+        """The same with other facts about its table."""
+        check_arguments(Predictor.with_table, locals())
         return replace(self, table=table)
 
 
@@ -147,6 +165,7 @@ def load_predictor(path: str | os.PathLike[str], model: nn.Module | None = None)
 
     Its weights are overwritten by those of the file.
     """
+    check_arguments(load_predictor, locals())
     contents = read(Path(path), KIND)
     contents.check_seal("")
     return unpacked(contents.config, contents.tensors, str(path), model)
@@ -178,6 +197,14 @@ def unpacked(
             posterior, task, classes, _scaling(tensors, "inputs"), _scaling(tensors, "targets"), architecture,
             entry(config, "table", dict),
         )  # fmt: skip
+
+
+def _as_numbers(x: Any) -> Tensor:
+    try:
+        rows = x if isinstance(x, Tensor) else torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError) as error:  # what each of torch's converters raises
+        raise DataError("These are no inputs", expected="numbers (N, D)", got=shown(x), do="convert them") from error
+    return checked_tensor("x", rows)
 
 
 def _scaling(tensors: Mapping[str, Tensor], name: str) -> Scaling | None:

@@ -11,6 +11,7 @@ from sklearn.utils.validation import validate_data
 
 from lapis.estimators.base import LaplaceEstimator
 from lapis.estimators.scaling import Scaling
+from lapis.options import check_arguments
 
 
 class LaplaceRegressor(RegressorMixin, LaplaceEstimator):  # type: ignore[misc]
@@ -61,6 +62,7 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The mean of a new target; with `return_std` also its standard deviation, noise included."""
+        check_arguments(LaplaceRegressor.predict, locals())
         rows = self._rows(X)
         found = self.predictor_.values(rows)
         mean, std = (values[:, 0] if self._single else values for values in (found.mean.numpy(), found.std.numpy()))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lapis.errors import OptionError
+from lapis.errors import DataError, OptionError
 from lapis.export.module import OUTPUTS
+from lapis.files import check_writable
 from lapis.options import check_arguments
 
 BATCH = "batch"
@@ -24,6 +25,7 @@ BATCH = "batch"
 def to_torch(module: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> None:
     """Write the module as a program of torch.export (.pt2), for batches of any size: `torch.export.load(path)`."""
     check_arguments(to_torch, locals())
+    check_writable(path)
     with _quiet():
         torch.export.save(exported(module, example), path)
 
@@ -37,6 +39,7 @@ def to_onnx(module: nn.Module, example: Tensor, path: str | os.PathLike[str]) ->
         path: ends in .onnx.
     """
     check_arguments(to_onnx, locals())
+    check_writable(path)
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise OptionError(
@@ -65,6 +68,13 @@ def exported(module: nn.Module, example: Tensor) -> torch.export.ExportedProgram
             got=f"shape {tuple(example.shape)}", do="pass more rows",
         )  # fmt: skip
     with _quiet(), torch.no_grad():
+        try:
+            module(example)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # what torch's layers raise
+            raise DataError(
+                "The module cannot be run on the example", expected="inputs of the network",
+                got=f"shape {tuple(example.shape)}, {str(error).splitlines()[0]}", do="pass other inputs",
+            ) from error  # fmt: skip
         # traced first, so that the derivatives inside become plain operations
         graph = make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(example)
         size = torch.export.Dim(BATCH)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lapis.estimators import Predictor
 from lapis.export.module import Link, predictive
+from lapis.options import check_arguments
 
 
 class Scaled(nn.Module):
@@ -37,4 +38,5 @@ class Scaled(nn.Module):
 
 def of_predictor(predictor: Predictor, *, link: Link = "mean_field") -> Scaled:
     """A predictor's prediction as a module of the table's own columns; see `lapis.export.predictive`."""
+    check_arguments(of_predictor, locals())
     return Scaled(predictor, link)

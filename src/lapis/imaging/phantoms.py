@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lapis.options import check_arguments, check_count
+from lapis.errors import DataError
+from lapis.imaging.operators.linear import numbers
+from lapis.options import check_arguments, check_count, checked_numbers, shown
 
 # Density, half axes (across, along), centre (to the right, upwards), rotation in degrees; the square is [-1, 1]^2.
 # Shepp and Logan, "The Fourier reconstruction of a head section", 1974, with the densities of Toft's thesis (1996),
@@ -55,6 +59,16 @@ def disc_sinogram(
     angles: NDArray[np.float64], positions: NDArray[np.float64], radius: float, centre: tuple[float, float] = (0.0, 0.0)
 ) -> Tensor:
     """The disc's exact ray transform (angles, positions): 2 sqrt(radius^2 - (s - c)^2), c its centre's shadow."""
-    shadow = centre[1] * np.cos(angles) - centre[0] * np.sin(angles)
-    squares = radius**2 - (positions[None, :] - shadow[:, None]) ** 2
-    return torch.from_numpy(2 * np.sqrt(squares.clip(min=0)))
+    check_arguments(disc_sinogram, locals(), signed=("centre",))
+    turns, places = (_row(name, value) for name, value in (("angles", angles), ("positions", positions)))
+    shadow = centre[1] * turns.cos() - centre[0] * turns.sin()
+    squares = radius**2 - (places - shadow[:, None]).square()
+    return 2 * squares.clamp_min(0).sqrt()
+
+
+def _row(name: str, value: Any) -> Tensor:
+    """Finite numbers (n,), float64."""
+    found = checked_numbers(name, numbers(name, value))
+    if found.dim() != 1:
+        raise DataError(f"Bad {name}", expected="numbers (n,)", got=shown(found), do="pass them in a row")
+    return found

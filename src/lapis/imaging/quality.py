@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError
-from lapis.options import check_arguments
+from lapis.options import check_arguments, checked_numbers
 
 
 def psnr(image: Tensor, truth: Tensor, span: float | None = None) -> float:
-    """Peak signal-to-noise ratio in decibels, 10 log10(span^2 / mean squared error); `span` is the truth's range."""
+    """Peak signal-to-noise ratio in decibels, 10 log10(span^2 / mean squared error); `span` is the truth's range.
+
+    Infinite for an image that is the truth.
+    """
     check_arguments(psnr, locals())
     image, truth = _pair(image, truth)
     span = _span(truth) if span is None else span
@@ -41,6 +44,8 @@ def ssim(image: Tensor, truth: Tensor, span: float | None = None, window: int = 
 
 
 def _pair(image: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    for name, given in (("image", image), ("truth", truth)):
+        checked_numbers(name, given)
     if image.shape != truth.shape or image.dim() != 2:
         raise DataError(
             "The images cannot be compared",

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lapis.errors import OptionError
+from lapis.errors import DataError, OptionError
 from lapis.imaging.operators.linear import LinearOperator
-from lapis.options import check_arguments
+from lapis.options import check_arguments, checked_tensor, shown
 from lapis.progress import track
 
 CHECKED_EVERY = 25
@@ -41,7 +41,11 @@ def differences_transposed(edges: Tensor, shape: tuple[int, int]) -> Tensor:
 
 def total_variation(images: Tensor) -> Tensor:
     """Sum of |x_i - x_j| over neighbouring pixels (the anisotropic one), (...) of images (..., height, width)."""
-    return differences(images).abs().sum(-1)
+    check_arguments(total_variation, locals())
+    if checked_tensor("images", images).dim() < 2:
+        raise DataError("These are no images", expected="(..., height, width)", got=shown(images), do="reshape them")
+    numbers = images if images.is_floating_point() else images.double()
+    return differences(numbers).abs().sum(-1)
 
 
 @dataclass(frozen=True)

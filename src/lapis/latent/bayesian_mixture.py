@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lapis.errors import OptionError
+from lapis.errors import DataError, OptionError
 from lapis.latent.driver import Expected, Fit, LatentModel
 from lapis.latent.estimator import MixtureEstimator
 from lapis.latent.mixture_model import CHUNK, Rows, gathered
@@ -324,6 +324,10 @@ def choose_components(
         mixture = BayesianGaussianMixture(
             number, covariance, concentration=1.0, restarts=restarts, random_state=random_state
         )
-        found[number] = mixture.fit(np.asarray(X), labels=labels)
+        try:
+            found[number] = mixture.fit(np.asarray(X), labels=labels)
+        except (TypeError, ValueError) as error:  # of scikit-learn's checks
+            got = str(error).splitlines()[0]
+            raise DataError("X cannot be used", expected="finite numbers (N, D)", got=got, do="check X") from error
     best = max(found, key=lambda number: found[number].evidence_)
     return found[best], {number: mixture.evidence_ for number, mixture in found.items()}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from lapis.errors import DataError, LapisWarning
@@ -111,7 +112,9 @@ class GaussianMixture(MixtureEstimator):
 
     def sample(self, n_samples: int = 1, random_state: int = 0) -> tuple[Array, Array]:
         """Rows drawn from the mixture, (n, D), and their components, (n,)."""
+        check_is_fitted(self)
         check_count("n_samples", n_samples)
+        check_count("random_state", random_state, least=0)
         model: MixtureModel = self.model_
         generator = torch.Generator().manual_seed(random_state)
         place = torch.multinomial(model.weights, n_samples, replacement=True, generator=generator)
@@ -127,6 +130,7 @@ class GaussianMixture(MixtureEstimator):
 
     def n_parameters(self) -> int:
         """Free parameters of the fitted mixture."""
+        check_is_fitted(self)
         components, dimensions = self.means_.shape
         square = dimensions * (dimensions + 1) // 2
         spread = {"full": components * square, "tied": square, "diagonal": components * dimensions}

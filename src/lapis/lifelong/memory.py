@@ -189,7 +189,7 @@ def choose_examples(
     *,
     by_class: bool,
 ) -> Batch:
-    """`points` examples of a stream, in one pass; `by_class` as many of each class.
+    """`points` examples of a stream, in one pass; `by_class` as many of each class, where an example has one.
 
     "memorable" are those of largest curvature tr(H), where the network is least sure; "random" any.
     """
@@ -203,7 +203,8 @@ def choose_examples(
                 f = likelihood.canonical(raw)
                 trace = likelihood.curvature_trace(f, likelihood.targets(batch.targets, f, raw.shape)).sum(1).double()
                 scores = trace * (1 + TIES * scores)
-            classes = batch.targets.long() if by_class else torch.zeros(len(batch), dtype=torch.int64)
+            single = by_class and batch.targets.dim() == 1 and not batch.targets.is_floating_point()
+            classes = batch.targets.long() if single else torch.zeros(len(batch), dtype=torch.int64)
             for label in set(classes.tolist()):
                 rows = (classes == label).nonzero()[:, 0]
                 best[label] = _best(best.get(label), scores[rows.to(scores.device)], batch.chosen(rows), points)

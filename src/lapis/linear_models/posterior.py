@@ -18,7 +18,7 @@ from lapis.linear_models import tuning
 from lapis.linear_models.design import Design, Features, as_design, as_rows
 from lapis.linear_models.prior import LinearPrior
 from lapis.linear_models.system import System
-from lapis.options import check_arguments
+from lapis.options import check_arguments, checked_numbers, shown
 from lapis.predictions import LatentGaussian, Prediction
 from lapis.predictions import predict as predict_outputs
 from lapis.solvers import QuadratureEstimate, logdet
@@ -105,6 +105,12 @@ class LinearPosterior:
 
     def solve(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (d,) or (k, d)."""
+        check_arguments(LinearPosterior.solve, locals())
+        if checked_numbers("vectors", vectors).dim() not in (1, 2) or vectors.shape[-1] != self.n_weights:
+            raise DataError(
+                "These are no weight vectors", expected=f"({self.n_weights},) or (k, {self.n_weights})",
+                got=shown(vectors), do="pass one number for each weight",
+            )  # fmt: skip
         return self.system.solve(vectors.reshape(-1, self.n_weights).double()).reshape(vectors.shape)
 
     def marginal_variance(self) -> Tensor:
@@ -113,6 +119,7 @@ class LinearPosterior:
 
     def effective_parameters(self, *, per_group: bool = False) -> Tensor:
         """gamma = tr(A^-1 (A - Lambda)): the number of weights determined by the data, from the draws."""
+        check_arguments(LinearPosterior.effective_parameters, locals())
         found = tuning.gamma(self)
         return found if per_group else found.sum()
 

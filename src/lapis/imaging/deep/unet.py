@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lapis.errors import OptionError
-from lapis.options import check_arguments, check_between
+from lapis.options import check_arguments, check_between, check_positive
 
 SLOPE = 0.2
 """Of the leaky rectifiers, below zero."""
@@ -47,14 +47,16 @@ class UNet(nn.Module):
         bounds: tuple[float, float] | None = (0.0, 1.0),
     ) -> None:
         check_arguments(UNet, locals(), signed=("bounds",), apart=("skips", "dropout"))
+        check_positive("dropout", dropout, or_zero=True)
+        if dropout:
+            check_between("dropout", dropout, 0, 1)
         super().__init__()
-        skips = (4,) * (len(channels) - 1) if skips is None else tuple(skips)
-        if not channels or len(skips) != len(channels) - 1 or any(not isinstance(c, int) or c < 0 for c in skips):
+        skips = (4,) * (len(channels) - 1) if skips is None else skips
+        fits = bool(channels) and isinstance(skips, Sequence) and len(skips) == len(channels) - 1
+        if not fits or any(not isinstance(c, int) or isinstance(c, bool) or c < 0 for c in skips):
             raise OptionError(
                 "Bad skips", expected=f"{len(channels) - 1} numbers of channels", got=repr(skips), do="give one a scale"
             )
-        if dropout:
-            check_between("dropout", dropout, 0, 1)
 
         def block(*widths: int, stride: int = 1) -> nn.Sequential:
             layers: list[nn.Module] = []

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lapis.errors import DataError, OptionError
-from lapis.options import checked_tensor, shown
+from lapis.options import check_arguments, checked_device, checked_tensor, shown
 
 Array = TypeVar("Array", Tensor, NDArray[Any])
 
@@ -49,7 +49,8 @@ class LinearOperator:
     """
 
     def __init__(self, matrix: Any, image_shape: tuple[int, int], data_shape: tuple[int, ...] | None = None) -> None:
-        self.matrix = scipy.sparse.csr_matrix(matrix, dtype=np.float64)
+        check_arguments(LinearOperator, locals())
+        self.matrix = _as_sparse(matrix)
         self.matrix.sum_duplicates()
         self.image_shape = (int(image_shape[0]), int(image_shape[1]))
         self.data_shape = (self.matrix.shape[0],) if data_shape is None else tuple(map(int, data_shape))
@@ -81,11 +82,15 @@ class LinearOperator:
 
     def dense(self, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:
         """The matrix (measurements, pixels) as a dense tensor."""
-        return torch.from_numpy(self.matrix.toarray()).to(device, dtype)
+        check_arguments(LinearOperator.dense, locals())
+        _check_floating(dtype)
+        return torch.from_numpy(self.matrix.toarray()).to(checked_device(device), dtype)
 
     def flat(self, data: Any, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:
         """Measurements of either form as a finite vector (measurements,)."""
-        found = numbers("data", data).to(device, dtype)
+        check_arguments(LinearOperator.flat, locals())
+        _check_floating(dtype)
+        found = numbers("data", data).to(checked_device(device), dtype)
         if found.shape not in (self.data_shape, (self.shape[0],)):
             raise DataError(
                 "The data do not fit the operator",
@@ -101,9 +106,10 @@ class LinearOperator:
 
     def guess(self, data: Tensor) -> Tensor:
         """A rough image (height, width) of one set of measurements, to start from: A^T y, scaled to fit them best."""
-        back = self.T @ data.reshape(self.data_shape)
+        y = self.flat(data).reshape(self.data_shape)
+        back = self.T @ y
         there = self @ back
-        return back * ((there * data.reshape(self.data_shape)).sum() / there.square().sum().clamp_min(1e-30))
+        return back * ((there * y).sum() / there.square().sum().clamp_min(1e-30))
 
     def _applied(self, value: Array, inward: tuple[int, ...], outward: tuple[int, ...], name: str) -> Array:
         if isinstance(value, np.ndarray):
@@ -153,6 +159,21 @@ class LinearOperator:
         return found
 
 
+def _as_sparse(matrix: Any) -> scipy.sparse.csr_matrix:
+    try:
+        return scipy.sparse.csr_matrix(matrix, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:  # of scipy, numpy, torch
+        raise OptionError(
+            "This is no matrix", expected="numbers (measurements, pixels), dense or scipy.sparse", got=shown(matrix),
+            do="convert it",
+        ) from error  # fmt: skip
+
+
+def _check_floating(dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise OptionError("Bad dtype", expected="one of floating point", got=str(dtype), do="pass such a dtype")
+
+
 class _Product(torch.autograd.Function):
     """Rows times A^T; the gradient goes back through A."""
 
@@ -172,7 +193,7 @@ class _Adjoint(LinearOperator):
     def __init__(self, operator: LinearOperator) -> None:
         self.matrix = operator.matrix.T.tocsr()
         self.operator = operator
-        self.image_shape, self.data_shape = operator.image_shape, operator.data_shape
+        self.image_shape, self.data_shape = operator.data_shape, operator.image_shape  # type: ignore[assignment]
         self._kept = {}
 
     @property
@@ -180,4 +201,4 @@ class _Adjoint(LinearOperator):
         return self.operator
 
     def __matmul__(self, data: Array) -> Array:
-        return self._applied(data, self.data_shape, self.image_shape, "array of measurements")
+        return self._applied(data, self.image_shape, self.data_shape, "array of measurements")

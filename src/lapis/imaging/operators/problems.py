@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lapis.errors import OptionError
 from lapis.imaging.operators.linear import LinearOperator
@@ -30,7 +32,7 @@ def blur(size: int | tuple[int, int], width: float = 1.0) -> LinearOperator:
 
 def inpainting(known: Any) -> LinearOperator:
     """The known pixels (measurements,) of an image; `known` is a mask (height, width) of booleans."""
-    mask = np.asarray(known)
+    mask = known.numpy() if isinstance(known, Tensor) and known.dtype == torch.bool else _as_array(known)
     if mask.ndim != 2 or mask.dtype != np.bool_ or not mask.any():
         raise OptionError(
             "Bad mask",
@@ -57,6 +59,13 @@ def downsampling(size: int | tuple[int, int], factor: int = 2) -> LinearOperator
         for side in (height, width)
     ]
     return LinearOperator(scipy.sparse.kron(*parts), (height, width), (height // factor, width // factor))
+
+
+def _as_array(known: Any) -> NDArray[Any]:
+    try:
+        return np.asarray(known)
+    except (TypeError, ValueError, RuntimeError):  # of no shape, or tensors that numpy cannot read
+        return np.empty(0)
 
 
 def _sides(size: int | tuple[int, int]) -> tuple[int, int]:

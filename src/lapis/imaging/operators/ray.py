@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lapis.errors import OptionError
-from lapis.imaging.operators.linear import Array, LinearOperator
+from lapis.imaging.operators.linear import Array, LinearOperator, numbers
 from lapis.options import check_arguments, check_count
 
 ALIGNED = 1e-9
@@ -69,7 +69,7 @@ class RayTransform(LinearOperator):
         middle. Every angle counts by the arc that it stands for.
         """
         if isinstance(sinogram, np.ndarray):
-            found: Array = self.fbp(torch.from_numpy(sinogram)).numpy()
+            found: Array = self.fbp(numbers("sinogram", sinogram)).numpy()
             return found
         self.T @ sinogram  # raises for what does not fit
         sinogram = sinogram if sinogram.is_floating_point() else sinogram.to(torch.float64)
@@ -81,7 +81,7 @@ class RayTransform(LinearOperator):
         return smeared.reshape(*batch, *((self.shape[1],) if flat else self.image_shape))
 
     def guess(self, data: Tensor) -> Tensor:
-        return self.fbp(data.reshape(self.data_shape))
+        return self.fbp(self.flat(data).reshape(self.data_shape))
 
     @cached_property
     def _interpolation(self) -> LinearOperator:

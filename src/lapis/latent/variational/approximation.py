@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapis.errors import ModelError, OptionError
+from lapis.errors import DataError, ModelError, OptionError
 from lapis.options import shown
 
 
@@ -30,15 +30,24 @@ class Gaussians:
 
     def draw(self, noise: Tensor) -> Tensor:
         """mean + S noise, noise (draws, N, L)."""
+        self._check("noise", noise)
         return self.means + torch.einsum("nij,snj->sni", self.factors, noise)
 
     def log_prob(self, z: Tensor) -> Tensor:
         """(draws, N), of z (draws, N, L)."""
+        self._check("z", z)
         gaps = (z - self.means)[..., None]
         white = torch.linalg.solve_triangular(self.factors.expand(*gaps.shape[:-2], -1, -1), gaps, upper=False)
         sizes = self.factors.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
         total: Tensor = -0.5 * white.square().sum((-1, -2)) - sizes - 0.5 * z.shape[-1] * math.log(2 * math.pi)
         return total
+
+    def _check(self, name: str, value: Tensor) -> None:
+        if not isinstance(value, Tensor) or value.dim() != 3 or value.shape[1:] != self.means.shape:
+            raise DataError(
+                f"Bad {name}", expected=f"a tensor (draws, {self.means.shape[0]}, {self.means.shape[1]})",
+                got=shown(value), do="pass a row for each datum",
+            )  # fmt: skip
 
     def detached(self) -> Gaussians:
         """Without a graph."""
