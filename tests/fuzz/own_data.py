@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -83,14 +84,22 @@ def unet() -> nn.Module:
 
 @cache
 def reconstruction() -> imaging.Reconstruction:
-    return imaging.reconstruct(
-        operator(), measured(), noise=0.1, iterations=2, channels=(2, 2), tuning_steps=1, progress=False
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return imaging.reconstruct(
+            operator(), measured(), noise=0.1, iterations=2, channels=(2, 2), tuning_steps=1, progress=False
+        )
 
 
 @cache
 def fitted(kind: str) -> Any:
-    """Fitted once; what a call may change is copied by `THINGS`."""
+    """Fitted once, and not to the end, of which the library warns; what a call may change is copied by `THINGS`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _fitted(kind)
+
+
+def _fitted(kind: str) -> Any:
     r = Random(0)
     x = table(r)
     if kind == "regressor":
