@@ -104,6 +104,8 @@ ALWAYS = {
     ("lapis.latent.variational_em", "rounds"), ("<reconstruction>.retuned", "steps"), ("lapis.lifelong.", "epochs"),
     ("lapis.estimators.Laplace", "epochs"), ("lapis.Laplace", "epochs"), ("lapis.imaging.UNet", "channels"),
     ("lapis.imaging.shepp_logan", "size"), ("lapis.imaging.RayTransform", "angles"),
+    ("<dynamics>.fit", "rounds"), ("lapis.latent.LinearDynamics().fit", "rounds"), ("lapis.latent.choose", "restarts"),
+    ("<rows>.fit", "rounds"), ("<symbols>.fit", "rounds"), ("lapis.latent.HiddenMarkov().fit", "rounds"),
 }  # fmt: skip
 """Arguments that are always given, by the beginning of a function's name: without them the call takes long."""
 
