@@ -59,19 +59,27 @@ def test_rounding_does_not_grow_with_the_length() -> None:
     torch.testing.assert_close(found.log_likelihoods.double(), exact.log_likelihoods, atol=0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("gradual", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
-@pytest.mark.parametrize("lengths", [(5, 9, 5, 2), (5, 5, 5, 5)])
+@pytest.mark.parametrize("lengths", [(12, 15, 12, 2), (12, 12, 12, 12)])
 def test_sequences_that_underflow_go_through_log_space_and_others_do_not(
-    lengths: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, ...], dtype: torch.dtype, gradual: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The chain stays where it is; the beginning speaks for one state, the end for the other by twice as much."""
+    """The chain stays where it is; the beginning speaks for one state, the end for the other by more.
+
+    At once, c becomes small; by and by, no c is, but w grows.
+    """
     layout = Layout(lengths)
     steps, initial = torch.eye(2, dtype=dtype), torch.tensor([0.3, 0.7], dtype=dtype)
     rows = torch.zeros(sum(lengths), 2, dtype=dtype)
     rows[:, 1] = 0.5 * torch.randn(len(rows), generator=torch.Generator().manual_seed(0), dtype=dtype)
     turned = 2
     start = sum(lengths[:turned])
-    rows[start], rows[start + 3] = torch.tensor([0.0, -400.0]), torch.tensor([-801.0, 0.0])
+    if gradual:
+        gap = 9.0 if dtype == torch.float32 else 100.0
+        rows[start : start + 4], rows[start + 4 : start + 9] = torch.tensor([0.0, -gap]), torch.tensor([-gap, 0.0])
+    else:
+        rows[start], rows[start + 3] = torch.tensor([0.0, -400.0]), torch.tensor([-801.0, 0.0])
     logs = layout.in_time(rows)
     failed = scaled_paths(initial, steps, logs, layout, pairs=True)[3]
     assert failed.tolist() == [slot == int(layout.places[turned]) for slot in range(4)]
@@ -85,9 +93,19 @@ def test_sequences_that_underflow_go_through_log_space_and_others_do_not(
     found = paths(initial, steps, logs, layout)
     assert seen == [(lengths[turned],)]
     assert_same(found, paths_in_log_space(initial, steps, logs, layout), 1e-12 if dtype == DOUBLE else 1e-5)
-    assert float(found.states[start, 1]) == 1
-    alone = paths(initial, steps, logs[:5, failed], Layout((5,)))  # every sequence fails
-    torch.testing.assert_close(alone.states, found.states[start : start + 5])
+    assert float(found.states[start, 1]) > 0.99
+    alone = paths(initial, steps, logs[:12, failed], Layout((12,)))  # every sequence fails
+    torch.testing.assert_close(alone.states, found.states[start : start + 12])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_a_state_that_was_excluded_cannot_drown_others(dtype: torch.dtype) -> None:
+    """One state has by far the largest density where it cannot be: others keep their ratio."""
+    low = -95.0 if dtype == torch.float32 else -740.0
+    logs = torch.tensor([[-math.inf, 0, 0], [0, low, low - 0.7], [2 * low, 0, 0]], dtype=dtype)[:, None]
+    found = paths(torch.full((3,), 1 / 3, dtype=dtype), torch.eye(3, dtype=dtype), logs, Layout((3,)))
+    expected = torch.tensor([-math.inf, 0, -0.7], dtype=dtype).softmax(0).expand(3, 3)
+    torch.testing.assert_close(found.states, expected, atol=0, rtol=1e-4 if dtype != DOUBLE else 1e-12)
 
 
 def test_the_margin_is_where_underflow_begins_to_matter() -> None:

@@ -262,3 +262,18 @@ def test_bad_input_is_refused() -> None:
         LinearDynamics()
     with pytest.raises(lapis.OptionError, match="left to fit"):
         LinearDynamics(**given, fixed=tuple("ACQRmP")).fit(normal(0, 3, 2))
+
+
+def test_gradients_of_a_trend_and_a_season_are_those_of_finite_differences() -> None:
+    """The next state tells most of this one exactly: the season only moves on."""
+    shape = LinearDynamics.structural(season=4)
+    y = with_gaps(3, 9, 1)
+    fixed = {"A": shape.A_, "C": shape.C_, "G": torch.eye(5, 3, dtype=DOUBLE), "m": torch.zeros(5, dtype=DOUBLE)}
+
+    def outputs(noises: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        given = {"Q": noises.exp().diag(), "R": noise.exp(), "P": 5 * torch.eye(5, dtype=DOUBLE)}
+        model = LinearDynamics(**fixed, **given, fixed=("A",))  # type: ignore[arg-type]
+        return model.log_likelihood(y), model.smooth(y).means
+
+    leaves = normal(0, 3).requires_grad_(), normal(1, 1, 1).requires_grad_()
+    assert torch.autograd.gradcheck(outputs, leaves)

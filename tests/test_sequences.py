@@ -14,6 +14,7 @@ import lapis
 from lapis.latent import DiscreteEmissions, GaussianEmissions, HiddenMarkov
 from lapis.latent.markov.chain import log_product
 from lapis.latent.markov.emissions import Emissions
+from lapis.latent.markov.network import NetworkEmissions
 from lapis.latent.markov.starts import random_rows
 from lapis.learning_rule import Categorical, step
 
@@ -82,7 +83,12 @@ def test_forward_backward_and_viterbi_equal_the_enumeration_of_paths(seed: int, 
     labels = torch.full((6,), -1)
     if seed == 2:
         labels[4] = 2
-    logs = emitted(model).log_densities(emitted(model).read(sequence))
+    found = emitted(model)
+    assert isinstance(found, DiscreteEmissions)
+    logs = torch.zeros(6, 3, dtype=DOUBLE)  # a missing symbol says nothing
+    for t, symbol in enumerate(sequence.tolist()):
+        if not math.isnan(symbol):
+            logs[t] = found.probabilities[:, int(symbol)].log()
     logs[labels >= 0] += torch.eye(3, dtype=DOUBLE)[labels[labels >= 0]].log()
     total, posterior, path = by_enumeration(model, logs)
     assert float(model.log_likelihood(sequence, labels)) == pytest.approx(total, abs=1e-10)
@@ -160,9 +166,47 @@ def test_baum_welch_never_falls_and_ends_at_the_log_likelihood(kind: str) -> Non
         labels[1][:2] = torch.tensor([0, 1])
         fitted = truth.fit(sequences, labels, restarts=1, rounds=30, tolerance=1e-1, generator=source)
         assert bool((torch.tensor(fitted.bounds_).diff() > -1e-8).all())
-        if not fitted.pseudo_count:
-            total = float(fitted.log_likelihood(sequences, labels).sum())
-            assert fitted.bounds_[-1] == pytest.approx(total, abs=1e-7)
+        total = float(fitted.log_likelihood(sequences, labels).sum())
+        if fitted.pseudo_count:  # and the log prior
+            rows = (fitted.initial_, fitted.transitions_, fitted.emissions_.probabilities)  # type: ignore[union-attr]
+            total += fitted.pseudo_count * sum(float(each.log().sum()) for each in rows)
+        assert fitted.bounds_[-1] == pytest.approx(total, abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["discrete", "full", "diagonal"])
+def test_a_round_equals_averages_over_the_enumeration_of_paths(kind: str) -> None:
+    """Three steps, one of them missing, and three states: each has less than a row and a half."""
+    model = symbols_model() if kind == "discrete" else gaussian_model(states=3, diagonal=kind == "diagonal")
+    y = torch.tensor([2.0, NAN, 1.0]) if kind == "discrete" else torch.tensor([[1.0, 2.0], [NAN, NAN], [0.5, -1.0]])
+    before = emitted(model)
+    logs = before.log_densities(before.read(y.double()))
+    _, states, _ = by_enumeration(model, logs)
+    initial, steps = model.initial_, model.transitions_
+    assert initial is not None
+    assert steps is not None
+    first, second, third = initial.log() + logs[0], steps.log() + logs[1], steps.log() + logs[2]
+    joint = first[:, None, None] + second[..., None] + third
+    chances = joint.flatten().softmax(0).reshape(3, 3, 3)
+    pairs = chances.sum(2) + chances.sum(0)
+    model.fit(y, rounds=1, tolerance=1e9)
+    torch.testing.assert_close(model.initial_, states[0])
+    torch.testing.assert_close(model.transitions_, pairs / pairs.sum(1, keepdim=True))
+    seen, weights = y[[0, 2]].double(), states[[0, 2]] / states[[0, 2]].sum(0)
+    found = emitted(model)
+    if isinstance(found, DiscreteEmissions):
+        torch.testing.assert_close(found.probabilities, weights.mT @ torch.eye(4, dtype=DOUBLE)[seen.long()])
+        return
+    assert isinstance(found, GaussianEmissions)
+    torch.testing.assert_close(found.means, weights.mT @ seen)
+    gaps = seen[:, None] - found.means
+    free = torch.einsum("tk,tki,tkj->kij", weights, gaps, gaps)
+    if kind == "diagonal":
+        torch.testing.assert_close(found.covariances, free.diagonal(dim1=1, dim2=2))
+        return
+    least, unit = 1e-6 * seen.var(0, correction=0), torch.eye(2, dtype=DOUBLE)
+    for state in range(3):  # two rows lie on a line: beside it the variance is the smallest allowed
+        torch.testing.assert_close(found.covariances[state], free[state], atol=1e-5, rtol=1e-5)
+        assert float(torch.linalg.eigvalsh(found.covariances[state] - least * unit)[0]) > -1e-12
 
 
 def test_known_states_are_counted_and_fits_repeat() -> None:
@@ -217,6 +261,21 @@ def test_network_emissions_climb_and_leave_the_network_as_found() -> None:
     torch.testing.assert_close(direct.log_likelihood(y), plain.log_likelihood(y))
     direct.log_likelihood(y).backward()
     assert network.means.grad is not None
+
+
+def test_a_network_that_got_worse_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def astray(optimiser: torch.optim.LBFGS, closure: object) -> None:
+        for weight in optimiser.param_groups[0]["params"]:
+            weight.data.sub_(100.0)
+
+    monkeypatch.setattr(torch.optim.LBFGS, "step", astray)
+    network = nn.Sequential(nn.Linear(1, 2), nn.LogSigmoid()).double()
+    rows = torch.randn(9, 1, generator=generator_of(0), dtype=DOUBLE)
+    emissions = NetworkEmissions(network, 2)
+    sums = emissions.statistics(rows, torch.eye(2, dtype=DOUBLE)[(rows[:, 0] > 0).long()])
+    with torch.no_grad():
+        after = emissions.maximised(sums, 0.0)
+        assert float(after.expected(sums, 0.0)) >= float(emissions.expected(sums, 0.0))
 
 
 def test_gradients_are_those_of_finite_differences() -> None:

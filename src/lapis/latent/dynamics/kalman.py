@@ -8,8 +8,10 @@ covariances, so that they stay positive semi-definite in any precision. With M M
     observe:  M = [[R^1/2, C S], [0, S]]          L = [[V^1/2, 0], [K V^1/2, S_filtered]]
     predict:  M = [[A S, G Q^1/2], [S, 0]]        L = [[S_next, 0], [J S_next, S_back]]
 
-V is the covariance of the innovation, K the gain, J the gain of the smoother, and S_back that of x_t given x_{t+1}. A
-missing entry of y is a row of C and R^1/2 set to zero, with a one of its own: it says nothing and costs log 1.
+V is the covariance of the innovation, K the gain, J the gain of the smoother, and S_back that of x_t given x_{t+1}. To
+predict, only the upper rows of M are decomposed, M_1^T = U S_next^T; the lower ones are M_2 U U^T + S_back. (All rows
+at once have no derivative where x_{t+1} tells entries of x_t exactly, as those of a season.) A missing entry of y is a
+row of C and R^1/2 set to zero, with a one of its own: it says nothing and costs log 1.
 """
 
 from __future__ import annotations
@@ -174,9 +176,11 @@ def predict(system: System, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Factor of the next state, the smoother's gain, and the factor of this state given the next."""
     states, noises = system.state_noise.shape
     noise = system.state_noise.expand(len(factor), states, noises)
-    stacked = torch.cat([torch.cat([system.A @ factor, noise], 2), torch.cat([factor, torch.zeros_like(noise)], 2)], 1)
-    found = lower(stacked)
-    ahead, both, back = found[:, :states, :states], found[:, states:, :states], found[:, states:, states:]
+    turn, root = torch.linalg.qr(torch.cat([system.A @ factor, noise], 2).mT)
+    ahead = root.mT
+    here = torch.cat([factor, torch.zeros_like(noise)], 2)  # M's lower rows: their part along the upper, and the rest
+    both = here @ turn
+    back = here - both @ turn.mT
     sizes = ahead.detach().diagonal(dim1=1, dim2=2).abs()
     if bool((sizes.amin(1) > 10 * torch.finfo(sizes.dtype).eps * sizes.amax(1)).all()):
         return ahead, torch.linalg.solve_triangular(ahead, both, upper=False, left=False), back

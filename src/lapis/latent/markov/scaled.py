@@ -63,7 +63,7 @@ def _backward(
 ) -> Tensor | None:
     """Turn alpha into p(z_t | y) and densities into w, in place; the expected steps from i to j, (K, K).
 
-    Each step divides by the sum of alpha beta, which is 1 but for rounding: otherwise that would grow with the length.
+    Each step divides w by the sum of alpha beta, which is 1 but for rounding: else that would grow with the length.
     """
     densities.div_(scales[:, None])
     counts = torch.zeros_like(transitions)
@@ -71,9 +71,7 @@ def _backward(
     for t in range(len(densities) - 1, -1, -1):
         n = layout.running[t]
         ahead, state, w = beta[:, :n], alphas[t, :, :n], densities[t, :, :n]
-        total = state.mul_(ahead).sum(0)
-        state.div_(total)
-        w.mul_(ahead).div_(total)
+        w.mul_(ahead).div_(state.mul_(ahead).sum(0))
         if t > 0:
             torch.mm(transitions, w, out=ahead)
             if pairs:
