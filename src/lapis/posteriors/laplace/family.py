@@ -134,7 +134,7 @@ class LaplaceFamily(Refinable):
 
         A classifier's covariance at the mode can be far wider than its data allow, whatever its prior. So `tune` also
         multiplies it by a `width` of at most one: the largest whose leave-one-out predictions of a sample of the
-        training data lose no more than `tolerated_loss` against the best width.
+        training data lose no more than `tolerated_loss` against the best width, one standard error included.
 
         After `at_tangent_mode`, theta* is recomputed for every prior and noise, so that the result is stationary in
         both. The result's `tuning` records the search.

@@ -8,7 +8,11 @@ example n, the tangent model's outputs for it are Gaussian with
 
 where S S^T = H and g are the Hessian and gradient of -log p(y_n | f_n). The chosen w <= 1 is the largest whose
 predictions p(y_n | N(mean, w V_-n)) lose at most a tolerated number of nats an example against the best w, w = 0 (the
-network alone) included. Wide is preferred: doubt far from the data costs nothing at the data.
+network alone) included. Wide is preferred: doubt far from the data costs nothing at the data. The loss is an average
+over a few examples, so one standard error of it is added before it is held to the limit: with d_n the difference of an
+example's loss to that at the best w,
+
+    mean(d) + std(d) / sqrt(N) <= tolerated.
 
 Of a refined posterior S S^T and g are expectations under itself, and its mean takes the place of f.
 
@@ -23,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lapis.batches import Batch
@@ -52,22 +57,23 @@ class _Left:
 
 
 def chosen_width(posterior: LaplaceFamily, sample: Sequence[Batch], tolerated: float) -> float:
-    """The largest width whose predictions lose at most `tolerated` nats an example against the best."""
+    """The largest width whose predictions lose at most `tolerated` nats an example, less one standard error."""
     count = sum(map(len, sample))
     if count < LEAST or not posterior._network_is_as_fitted():
         return 1.0
     parts = _left_out(posterior, sample)
     if parts is None:
         return 1.0
-    losses = [_loss(posterior, parts, width) / count for width in (*WIDTHS, 0.0)]
-    limit = min(losses) + tolerated
+    losses = torch.stack([_losses(posterior, parts, width) for width in (*WIDTHS, 0.0)])
+    excess = losses - losses[losses.mean(1).argmin()]
+    bounds = (excess.mean(1) + excess.std(1) / count**0.5).tolist()
     for place, width in enumerate(WIDTHS):
-        if losses[place] > limit:
+        if bounds[place] > tolerated:
             continue
         if place == 0:
             return 1.0
-        above = losses[place - 1]  # the loss is nearly linear in the width between two neighbours
-        share = (limit - losses[place]) / max(above - losses[place], 1e-300)
+        above = bounds[place - 1]  # nearly linear in the width between two neighbours
+        share = (tolerated - bounds[place]) / max(above - bounds[place], 1e-300)
         return width + min(1.0, share) * (WIDTHS[place - 1] - width)
     return WIDTHS[-1]
 
@@ -102,11 +108,12 @@ def _without_itself(posterior: LaplaceFamily, latent: LatentGaussian, targets: T
     return left.mean.to(latent.mean.dtype), left.covariance.to(latent.mean.dtype)
 
 
-def _loss(posterior: LaplaceFamily, parts: Sequence[_Left], width: float) -> float:
-    """Summed -log p(y_n | x_n) with covariances times `width`."""
-    total = 0.0
+def _losses(posterior: LaplaceFamily, parts: Sequence[_Left], width: float) -> Tensor:
+    """-log p(y_n | x_n) of each example, all its positions together, with covariances times `width`; (N,) float64."""
+    found = []
     for part in parts:
         covariance = None if part.covariance is None else width * part.covariance
         latent = LatentGaussian(part.mean, width * part.variance, covariance, raw_shape=part.raw_shape)
-        total -= float(predict_outputs(posterior.likelihood, latent).log_prob(part.targets).double().sum())
-    return total
+        log_prob = predict_outputs(posterior.likelihood, latent).log_prob(part.targets).detach().double()
+        found.append(-log_prob.reshape(len(part.mean), -1).sum(1))
+    return torch.cat(found)
