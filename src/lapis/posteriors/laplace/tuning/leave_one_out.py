@@ -66,7 +66,7 @@ def chosen_width(posterior: LaplaceFamily, sample: Sequence[Batch], tolerated: f
         return 1.0
     losses = torch.stack([_losses(posterior, parts, width) for width in (*WIDTHS, 0.0)])
     excess = losses - losses[losses.mean(1).argmin()]
-    bounds = (excess.mean(1) + excess.std(1) / count**0.5).tolist()
+    bounds: list[float] = (excess.mean(1) + excess.std(1) / count**0.5).tolist()
     for place, width in enumerate(WIDTHS):
         if bounds[place] > tolerated:
             continue
