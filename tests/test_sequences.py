@@ -15,7 +15,7 @@ from lapis.latent import DiscreteEmissions, GaussianEmissions, HiddenMarkov
 from lapis.latent.markov.chain import log_product
 from lapis.latent.markov.emissions import Emissions
 from lapis.latent.markov.network import NetworkEmissions
-from lapis.latent.markov.starts import random_rows
+from lapis.latent.markov.starts import clustered, random_rows
 from lapis.learning_rule import Categorical, step
 
 DOUBLE = torch.float64
@@ -225,6 +225,16 @@ def simulated(length: int, seed: int) -> tuple[Tensor, Tensor]:
     source = generator_of(seed)
     states = (torch.rand(length, generator=source) < 0.1).cumsum(0) % 2
     return 4.0 * states[:, None] + torch.randn(length, 2, generator=source, dtype=DOUBLE), states
+
+
+def test_starts_have_known_states_where_their_rows_are() -> None:
+    rows = torch.randn(40, 1, generator=generator_of(0), dtype=DOUBLE)
+    rows[20:] += 10
+    known = torch.full((40,), -1)
+    known[0], known[20] = 1, 0
+    for seed in range(6):
+        means = clustered(rows, known, 2, False, 1e-6, generator_of(seed)).means[:, 0]
+        torch.testing.assert_close(means, torch.tensor([10.0, 0.0], dtype=DOUBLE), atol=1.0, rtol=0)
 
 
 def test_states_far_apart_are_found() -> None:
