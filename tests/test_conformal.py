@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -205,3 +207,28 @@ def test_what_cannot_be_promised_is_refused() -> None:
     soft = torch.full((20, 3), 1 / 3, dtype=F64)
     with pytest.raises(lapis.DataError, match="about classes"):
         classification().conformal((normal(20, 2), soft))
+
+
+@pytest.mark.parametrize("make", [regression, classification])
+def test_a_calibration_comes_back_from_its_file_for_its_own_posterior_only(
+    make: Callable[[], Posterior], tmp_path: Path
+) -> None:
+    posterior, data = make(), real(40, 7) if make is regression else classes(40, 7)
+    calibrated = posterior.conformal(data, simultaneous=make is regression)
+    path = tmp_path / "calibration.lapis"
+    calibrated.save(path)
+    posterior.save(tmp_path / "posterior.lapis")
+    loaded = Conformal.load(path, lapis.load(tmp_path / "posterior.lapis", posterior.network.module))
+    torch.testing.assert_close(loaded.scores, calibrated.scores, rtol=0, atol=0)
+    one, two = (each.predict(data[0], 0.8) for each in (calibrated, loaded))
+    if isinstance(one, ConformalSets):
+        assert isinstance(two, ConformalSets)
+        assert torch.equal(one.members, two.members)
+    else:
+        assert isinstance(two, ConformalIntervals)
+        torch.testing.assert_close(two.upper, one.upper, rtol=0, atol=0)
+    assert isinstance(posterior, lapis.LaplacePosterior)
+    with pytest.raises(lapis.FileError, match="calibration of another posterior"):
+        Conformal.load(path, posterior.with_prior(7.0))
+    with pytest.raises(lapis.FileError):
+        Conformal.load(tmp_path / "posterior.lapis", posterior)

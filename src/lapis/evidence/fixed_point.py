@@ -71,10 +71,13 @@ def _extrapolated(past: deque[tuple[NDArray[Any], NDArray[Any]]]) -> NDArray[Any
     return step
 
 
-def stretch(before: tuple[Tensor, Tensor] | None, here: Tensor, there: Tensor) -> Tensor:
-    """1 / (1 - s) for each coordinate, s the slope of g: x and g(x) of this round (`here`, `there`) and of the last."""
+def stretch(before: tuple[Tensor, Tensor] | None, here: Tensor, there: Tensor, longest: float = LONGEST) -> Tensor:
+    """1 / (1 - s) for each coordinate, at most `longest` (Aitken).
+
+    s is the slope of the update x -> g(x) between x and g(x) of the last round and of this one (`here`, `there`).
+    """
     if before is None:
         return torch.ones_like(here)
     step = here - before[0]
     slope = torch.where(step == 0, 0.0, (there - before[1]) / torch.where(step == 0, 1.0, step))
-    return torch.where(slope < 1, 1 / (1 - slope.clamp(max=0.99)), LONGEST).clamp(SHORTEST, LONGEST)
+    return torch.where(slope < 1, 1 / (1 - slope.clamp(max=0.99)), longest).clamp(SHORTEST, longest)

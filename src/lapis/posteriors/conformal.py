@@ -9,20 +9,25 @@ posterior's doing, through the score; a better posterior gives smaller sets, not
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from lapis.batches import batches, digest, naming
-from lapis.errors import DataError, LikelihoodError, OptionError
+from lapis.errors import DataError, FileError, LikelihoodError, OptionError
+from lapis.files import read, tensors_digest, write
 from lapis.likelihoods import Categorical
-from lapis.options import check_between, check_choice
+from lapis.options import check_arguments, check_between, check_choice
 from lapis.predictions import ClassificationPrediction, CountPrediction, Prediction, RegressionPrediction
 from lapis.progress import track
+from lapis.schema import entry, sound, tensor, word, wrong
 
 if TYPE_CHECKING:
     from lapis.posteriors.posterior import Posterior
@@ -34,6 +39,8 @@ SCORES: dict[str, tuple[Score, ...]] = {
     "classification": ("probability", "cumulative"),
 }
 """Scores by the likelihood's kind, the default first."""
+
+KIND = "conformal calibration"
 
 IGNORED = math.nan
 """Score of a target that does not count (`ignore_index`)."""
@@ -83,6 +90,44 @@ class Conformal:
     def __repr__(self) -> str:
         together = ", simultaneous" if self.simultaneous else ""
         return f"<Conformal, {self.n_data:,} calibration examples, score {self.score!r}{together}>"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the scores to a file, for `Conformal.load`; the posterior has its own (`posterior.save`)."""
+        check_arguments(Conformal.save, locals())
+        config = {
+            "score": self.score, "simultaneous": self.simultaneous, "options": self.options,
+            "posterior": _fingerprint(self.posterior),
+        }  # fmt: skip
+        tensors = {"scores": self.scores.nan_to_num(), "counts": self.counts}
+        write(path, config, tensors, kind=KIND, key=self.posterior.network.key())
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], posterior: Posterior) -> Conformal:
+        """The calibration saved at `path`, of the same posterior: another one has other scores."""
+        check_arguments(Conformal.load, locals(), apart=("posterior",))
+        contents = read(Path(path), KIND)
+        if entry(contents.config, "posterior", str) != _fingerprint(posterior):
+            raise FileError(
+                f"{path} is the calibration of another posterior",
+                expected="the posterior that was calibrated, tuned as it was then",
+                got="other numbers",
+                do="load the posterior that was saved with it, or calibrate this one",
+            )
+        contents.check_seal(posterior.network.key())
+        with sound(KIND):
+            config = contents.config
+            score: Any = word(config, "score", SCORES[posterior.likelihood.kind])
+            options = entry(config, "options", dict[str, str | int | None])
+            if set(options) != {"method", "link", "samples"}:
+                raise wrong("options", "method, link and samples", ", ".join(options))
+            held = tensor(contents.tensors, "scores", (-1, -1, -1), least=0)
+            counts = tensor(contents.tensors, "counts", held.shape[1:], torch.int64)
+            places = torch.arange(len(held)).reshape(-1, 1, 1)
+            scores = torch.where(places < counts, held, IGNORED)
+            if not torch.equal(scores.sort(0).values.nan_to_num(), scores.nan_to_num()):
+                raise wrong("scores", "scores in order", "others")
+            counts = (~scores.isnan()).sum(0)
+            return Conformal(posterior, score, scores, counts, entry(config, "simultaneous", bool), options)
 
     def quantile(self, coverage: float = 0.9) -> Tensor:
         """The k-th smallest of n scores, k = ceil((n + 1) coverage): (T, L), or (1, 1) if simultaneous."""
@@ -170,6 +215,12 @@ def conformal(
         raise _other_positions("one number of positions", " and ".join(sorted(str(shape[0]) for shape in lengths)))
     scores = torch.cat(found).sort(0).values  # NaN last
     return Conformal(posterior, chosen, scores, (~scores.isnan()).sum(0), simultaneous, options)
+
+
+def _fingerprint(posterior: Posterior) -> str:
+    """Of all that decides a posterior's predictions, but for its network, which seals the file."""
+    state = posterior.state()
+    return tensors_digest(state.tensors, json.dumps([posterior.likelihood.to_config(), state.config], sort_keys=True))
 
 
 def _other_positions(expected: str, got: str) -> DataError:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lapis.errors import StructureError
 from lapis.evidence import Tuning
+from lapis.evidence.fixed_point import stretch
 from lapis.posteriors.laplace.tuning import by_evidence
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ WIDEST = 1e6
 
 LONGEST_STEP = 2.0
 """Largest step in the logarithm of a noise."""
+
+LONGEST = 10.0
+"""Largest factor by which a step is stretched: slopes up to 0.9 are corrected fully."""
 
 UNLIKE = 1.5
 """Residuals whose proportions differ from the noise's by more than this factor cause a warning, if these are fixed."""
@@ -66,7 +70,7 @@ def tune(
             perfect = (_noise(found).to(slope) <= floor * (1 + 1e-6)) & (slope < 0)
             error = float(torch.where(perfect, 0.0, slope).abs().max()) / max(1.0, sum(found.tuning.gamma))
             here = _noise(found).to(move).log()
-            sigma, before = (here + _stretch(before, here, here + move) * move).exp(), (here, here + move)
+            sigma, before = (here + stretch(before, here, here + move, LONGEST) * move).exp(), (here, here + move)
         elif float((sigma / _noise(best)).log().abs().max()) > 1e-9:
             sigma = _noise(best) * (sigma / _noise(best)) ** 0.25  # too long a step
         else:
@@ -83,15 +87,6 @@ def tune(
     if not tuning.converged and records[-1].converged:
         messages.append(f"Tuning of each output's noise stopped before it converged: {tuning.reason}.")
     return replace(best, tuning=tuning), messages
-
-
-def _stretch(before: tuple[Tensor, Tensor] | None, here: Tensor, there: Tensor) -> Tensor:
-    """1 / (1 - s) for each output, s being the slope of the update x -> g(x) between the last two rounds (Aitken)."""
-    if before is None:
-        return torch.ones_like(here)
-    step = here - before[0]
-    slope = torch.where(step.abs() < 1e-12, 0.0, (there - before[1]) / torch.where(step == 0, 1.0, step))
-    return 1 / (1 - slope.clamp(-1.0, 0.9))
 
 
 def gamma_of_outputs(posterior: LaplacePosterior) -> Tensor:
