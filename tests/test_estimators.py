@@ -55,6 +55,23 @@ def test_a_linear_truth_is_found_with_its_noise() -> None:
     assert float(np.median(regressor.predict(X, return_std=True)[1])) == pytest.approx(0.1, abs=0.05)
 
 
+@pytest.mark.parametrize("kind", [lapis.LaplaceRegressor, lapis.LaplaceClassifier])
+def test_a_weight_of_k_is_k_equal_rows_and_of_zero_none(kind: Any) -> None:
+    y = Y if kind is lapis.LaplaceRegressor else LABELS
+    counts = np.random.default_rng(2).integers(0, 4, len(X))
+    weighted = kind(**CHEAP).fit(X, y, sample_weight=counts)
+    repeated = kind(**CHEAP).fit(np.repeat(X, counts, 0), np.repeat(y, counts))
+    plain = kind(**CHEAP).fit(X, y)
+    predicted = [
+        e.predict(X) if kind is lapis.LaplaceRegressor else e.predict_proba(X) for e in (weighted, repeated, plain)
+    ]
+    np.testing.assert_allclose(predicted[0], predicted[1], rtol=1e-9)
+    assert np.abs(predicted[0] - predicted[2]).max() > 1e-3
+    for bad, message in ((np.full(40, 0.5), "must count examples"), (np.eye(40)[0], "sum to 1")):
+        with pytest.raises(ValueError, match=message):
+            kind(**CHEAP).fit(X, y, sample_weight=bad)
+
+
 def test_several_targets_have_several_columns() -> None:
     both = np.stack([Y, 10 * X[:, 2]], 1)
     mean, std = lapis.LaplaceRegressor(**CHEAP).fit(X, both).predict(X[:5], return_std=True)

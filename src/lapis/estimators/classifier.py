@@ -16,9 +16,9 @@ from lapis.estimators.base import LaplaceEstimator
 class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):  # type: ignore[misc]
     """A perceptron, or any network, whose class probabilities average over its Laplace posterior.
 
-    The prior is tuned on the training data alone (`lapis.train`), the posterior's width by leave-one-out predictions.
-    Inputs are standardised. There are no sample weights: the evidence is that of examples. Arguments are those of
-    `LaplaceRegressor`.
+    The prior is tuned on the training data alone (`lapis.train`), the posterior's width and a factor of the logits by
+    leave-one-out predictions. Inputs are standardised. Sample weights count examples: whole numbers. Arguments are
+    those of `LaplaceRegressor`.
 
     >>> import numpy as np
     >>> x = np.linspace(-2, 2, 40)[:, None]
@@ -30,10 +30,11 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):  # type: ignore[misc
 
     task: ClassVar[Literal["regression", "classification"]] = "classification"
 
-    def fit(self, X: Any, y: Any) -> LaplaceClassifier:
-        """Train on inputs (N, D) and classes (N,) of any kind."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceClassifier:
+        """Train on inputs (N, D) and classes (N,) of any kind; a row of weight k counts as k equal rows."""
         rows, targets = validate_data(self, X, y, dtype="float64", ensure_min_samples=2)
         check_classification_targets(targets)
+        rows, targets = self._counted(rows, targets, sample_weight)
         self.classes_, indices = np.unique(column_or_1d(targets, warn=True), return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"A classifier needs examples of two classes; got 1 class, {self.classes_[0]!r}")

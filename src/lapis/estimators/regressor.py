@@ -18,14 +18,14 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):  # type: ignore[misc]
     """A perceptron, or any network, with error bars: trained by the evidence, predicted by its Laplace posterior.
 
     Prior and noise are tuned on the training data alone (`lapis.train`). Inputs and targets are standardised, and
-    predictions are in the targets' own units. There are no sample weights: the evidence is that of examples.
+    predictions are in the targets' own units. Sample weights count examples: whole numbers, zero included.
 
     Args:
         hidden: sizes of the perceptron's hidden layers.
-        activation: "tanh", "relu", "gelu" or "silu".
+        activation: "tanh", "relu", "gelu" or "silu"; "auto" is tanh for regression and relu for classification.
         module: a function of (inputs, outputs) that makes a network, in place of the perceptron.
         structure: of the posterior, see `lapis.laplace`; "auto" is dense up to 500 weights, else kronecker.
-        epochs: of training; by default as many as make 4000 steps, more for more than 1000 examples.
+        epochs: of training; by default as many as make 1000 steps.
         every: epochs between tunings of prior and noise; by default a twelfth of all.
         learning_rate: at the start; by default by the number of weights.
         random_state: seed of first weights and shuffling.
@@ -47,11 +47,12 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):  # type: ignore[misc]
         tags.target_tags.multi_output = True
         return tags
 
-    def fit(self, X: Any, y: Any) -> LaplaceRegressor:
-        """Train on inputs (N, D) and targets (N,) or (N, K)."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:
+        """Train on inputs (N, D) and targets (N,) or (N, K); a row of weight k counts as k equal rows."""
         rows, targets = validate_data(
             self, X, y, dtype="float64", multi_output=True, y_numeric=True, ensure_min_samples=2
         )
+        rows, targets = self._counted(rows, targets, sample_weight)
         values = np.asarray(targets, dtype=np.float64)
         self._single = values.ndim == 1
         columns = torch.from_numpy(values.reshape(len(values), -1).copy())

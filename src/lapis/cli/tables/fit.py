@@ -52,7 +52,7 @@ def fit(
     ] = None,
     tune: Annotated[bool, typer.Option(help="Tune prior and noise of your own network by the evidence.")] = True,
     hidden: Annotated[str, typer.Option(help="Sizes of mlp's hidden layers, with commas.")] = "50",
-    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of mlp; by default about 4000 steps.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of mlp; by default about 1000 steps.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of mlp's first weights and shuffling.")] = 0,
     json: AsJson = False,
 ) -> None:
@@ -106,6 +106,8 @@ def summary(predictor: Predictor) -> dict[str, Any]:
         result |= {"structure": posterior.structure, "log_evidence": float(posterior.log_evidence().detach())}
         result["effective_parameters"] = float(posterior.effective_parameters().detach())
         result["posterior_width"] = float(posterior.width)
+        if posterior.sharpness != 1:
+            result["logits_times"] = float(posterior.sharpness)
     noise = posterior.likelihood.noise if isinstance(posterior.likelihood, Gaussian) else None
     if noise is not None:
         scale = torch.ones(1) if predictor.targets is None else predictor.targets.scale

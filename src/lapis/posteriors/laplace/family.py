@@ -51,7 +51,7 @@ class LaplaceFamily(Refinable):
         refinement: the record of the last `refine`; the mean is then no longer t.
         width: factor of the covariance, q = N(mean, width A^-1). `tune` sets it; the evidence does not depend on it.
         sharpness: factor of a classifier's logits in predictions, one over the temperature of temperature scaling:
-            softmax(sharpness f). `calibrate(..., temperature=True)` sets it; neither q nor the evidence depends on it.
+            softmax(sharpness f). Set by `calibrate(..., temperature=True)` and `LaplaceClassifier`; q does not depend on it.
     """
 
     fitted_likelihood: Likelihood
@@ -328,7 +328,7 @@ class LaplaceFamily(Refinable):
             f"prior precision       {spread} ({len(precision)} group{'s' if len(precision) > 1 else ''})",
             f"log evidence          {evidence}",
             *([f"covariance            times {self.width:.3g}, by leave-one-out"] if self.width != 1 else []),
-            *([f"logits                times {self.sharpness:.3g}, by held-out data"] if self.sharpness != 1 else []),
+            *([f"logits                times {self.sharpness:.3g} in predictions"] if self.sharpness != 1 else []),
             f"effective parameters  {gamma}",
             *(f"note                  {choice}" for choice in choices),
         ]
