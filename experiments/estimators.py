@@ -3,8 +3,8 @@
 Three bundled sets, three quarters to train on, inputs standardised; nobody is tuned by hand. The perceptrons have 50
 hidden units. The noise of scikit-learn's perceptron is the deviation of its training residuals. Its Gaussian process
 has an RBF kernel with a scale and, for regression, noise; for ten classes it sees at most 400 rows, as it would take
-hours otherwise. The estimators' defaults (steps, activation, the factor of the logits) were chosen on splits of seeds 100
-and above. Each figure is a mean over splits with its standard error; the last column is Lapis minus the other method in
+hours otherwise. The estimators' defaults (steps, activation, scaled logits) were chosen on splits of seeds 100 and
+above. Each figure is a mean over splits with its standard error; the last column is Lapis minus the other method in
 NLL, split by split.
 """
 
@@ -96,7 +96,6 @@ def main() -> None:
             score, nll, against = shown(values[:, 0], 1), shown(values[:, 1], 3), shown(apart, 3)
             seconds = f"{values[:, 2].mean():.1f}"
             rows.append((name, method, score + unit, nll, seconds, "" if method == "Lapis" else against))
-        print(table(HEAD, rows[-3:]), flush=True)
     report("estimators", f"# Estimators beside scikit-learn's\n\n{table(HEAD, rows)}", chosen)
 
 

@@ -27,7 +27,7 @@ SPREAD = 1.0
 BATCH = 512
 """Examples predicted together."""
 
-FACTORS = tuple(2.0 ** (k / 8) for k in range(-16, 25))
+FACTORS: tuple[float, ...] = tuple(2.0 ** (k / 8) for k in range(-16, 25))
 
 
 def chosen_sharpness(posterior: LaplacePosterior, x: Tensor, y: Tensor) -> float:
@@ -48,7 +48,8 @@ def chosen_sharpness(posterior: LaplacePosterior, x: Tensor, y: Tensor) -> float
         fit = float(torch.nn.functional.cross_entropy(factor * left, y, reduction="sum"))
         return fit + 0.5 * (math.log(factor) / SPREAD) ** 2
 
-    return min(FACTORS, key=loss)
+    best: float = min(FACTORS, key=loss)
+    return best
 
 
 def _left_out(posterior: LaplacePosterior, x: Tensor, y: Tensor) -> Tensor | None:

@@ -51,7 +51,7 @@ class LaplaceFamily(Refinable):
         refinement: the record of the last `refine`; the mean is then no longer t.
         width: factor of the covariance, q = N(mean, width A^-1). `tune` sets it; the evidence does not depend on it.
         sharpness: factor of a classifier's logits in predictions, one over the temperature of temperature scaling:
-            softmax(sharpness f). Set by `calibrate(..., temperature=True)` and `LaplaceClassifier`; q does not depend on it.
+            softmax(sharpness f). `calibrate(..., temperature=True)` sets it; neither q nor the evidence depends on it.
     """
 
     fitted_likelihood: Likelihood
