@@ -1,9 +1,11 @@
-"""Draws of the exact posterior: error of the variances against training epochs spent, by CG and by SGD.
+"""Draws of the exact posterior: error of the variances against training epochs spent, by every solver.
 
-A LeNet (46,678 weights) on 1,000 images of Fashion-MNIST; prior precision 34, two draws together, float32. Variances
-are those of the outputs of 20 test images, from the same noise in every method; the error is mean |v / v* - 1|, v* from
-draws solved to a residual of 1e-3. Cost: seconds of the processor over those of a training epoch (Adam, minibatches of
-128), for each draw, without the Kronecker fit, which is given beside it.
+"lenet": 46,678 weights, 1,000 images of MNIST. "resnet": ResNet-20 whose first convolution has stride 2, 128 images of
+CIFAR-10. Prior precision 34, four draws together, float32. Variances are those of the outputs of 20 test
+images, from the same white noise in every method; the error is the mean of |v / v* - 1|, v* from block conjugate
+gradients run far longer. Cost: seconds of the processor over those of a training epoch (Adam, minibatches of 128), a
+draw. Each method is a process of its own (--method) that keeps its curve
+in --folder; without it those that are missing run, and the table is made.
 """
 
 from __future__ import annotations
@@ -11,121 +13,152 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from common import COLOURS, arguments, images, report, save, table
+from common import COLOURS, images, report, save, table
 from matplotlib import pyplot as plt
 from torch import Tensor, nn
-from trust.networks import lenet
+from trust.networks import lenet, resnet
 
 import lapis
 from lapis.curvature.products.jacobian import Jacobian
-from lapis.posteriors.laplace.matrix_free.drawing import noise
-from lapis.solvers import CGProgress
+from lapis.posteriors.laplace.matrix_free.noise import noise
+from lapis.solvers import BlockState, CGProgress, Diagonal, block_conjugate_gradients
 
-DRAWS, PRECISION, ENOUGH, REFERENCE = 2, 34.0, 0.05, 1e-3
+PRECISION, ENOUGH, DRAWS = 34.0, 0.05, 4
+METHODS = ("reference", "eight", "cg", "kronecker", "sgd", "auto")
+NAMES = {
+    "reference": "block CG, 4 draws", "eight": "block CG, 8 draws", "cg": "CG, prior (as before)",
+    "kronecker": "CG, Kronecker (as before)", "sgd": "SGD, 20 epochs", "auto": "draw(4) by itself",
+}  # fmt: skip
+ITERATIONS = {"lenet": (45, 60), "resnet": (36, 40)}
+"""Of block CG, and of CG."""
 
 
-def trained(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> float:
-    """Train; returns the processor's seconds of an epoch."""
+def problem(name: str, quick: bool) -> tuple[nn.Module, Tensor, Tensor, Tensor, float]:
+    """The trained network, its data, test images, and the processor's seconds of a training epoch."""
+    torch.manual_seed(0)
+    if name == "lenet":
+        model, (x, y, test, _) = lenet(), images("mnist", 100 if quick else 1000, 20, 0)
+    else:
+        model = resnet(3, (16, 32, 64), 1 if quick else 3, 2)
+        x, y = lapis.data.images("cifar10_small", "train")
+        x = (x - x.mean()) / x.std()
+        test, x, y = x[-20:], x[: 32 if quick else 128], y[: 32 if quick else 128]
     optimiser = torch.optim.Adam(model.parameters())
     seconds = []
-    for _ in range(epochs):
+    for _ in range(15):
         began = time.process_time()
         for part in torch.randperm(len(x)).split(128):
             optimiser.zero_grad()
             nn.functional.cross_entropy(model(x[part]), y[part]).backward()
             optimiser.step()
         seconds.append(time.process_time() - began)
-    model.eval()
-    return sorted(seconds)[len(seconds) // 2]
+    return model.eval(), x, y, test, sorted(seconds)[len(seconds) // 2]
 
 
 class Curve:
-    """Errors of the variances after each iteration, and the seconds until then."""
+    """Outputs J z of the test images after each iteration, and the processor's seconds until then."""
 
-    def __init__(self, rows: Tensor) -> None:
-        self.rows, self.variances, self.seconds = rows, list[Tensor](), list[float]()
+    def __init__(self, rows: Tensor, start: Tensor | float = 0.0) -> None:
+        self.rows, self.start, self.outputs, self.seconds = rows, start, list[Tensor](), list[float]()
         self.spent, self.began = 0.0, time.process_time()
 
-    def __call__(self, now: CGProgress) -> None:
-        self.spent += time.process_time() - self.began
+    def __call__(self, now: CGProgress | BlockState) -> None:
         self.note(now.solution)
-        self.began = time.process_time()
 
     def note(self, z: Tensor) -> None:
-        self.variances.append((self.rows @ z.mT).square().mean(1))
+        self.spent += time.process_time() - self.began
+        self.outputs.append(self.rows @ (z + self.start).mT)
         self.seconds.append(self.spent)
-
-    def against(self, exact: Tensor) -> list[float]:
-        return [float((v / exact - 1).abs().mean()) for v in self.variances]
+        self.began = time.process_time()
 
 
-def curves(model: nn.Module, x: Tensor, y: Tensor, test: Tensor, quick: bool) -> tuple[dict[str, Curve], Tensor, float]:
-    """A curve for each method, the exact variances, and the seconds of the Kronecker fit."""
+def run(network: str, method: str, quick: bool) -> dict[str, Any]:
+    """One method's curve."""
+    model, x, y, test, epoch = problem(network, quick)
     options: Any = {"prior": PRECISION, "weights": "all"}
-    implicit = lapis.laplace(model, (x, y), "classification", structure="implicit", **options)
-    began = time.process_time()
-    kronecker = lapis.laplace(model, (x, y), "classification", structure="kronecker", **options)
-    kronecker.solve(implicit.mean)
-    fit = time.process_time() - began
+    made: Any = lapis.laplace(model, (x, y), "classification", structure="implicit", **options)
+    made = made.with_solver(space="weights")
     batch = lapis.batches.Batch(test, torch.zeros(len(test)), 0)
-    jacobian = Jacobian(implicit.network, implicit.likelihood.canonical, [batch])
-    rows = jacobian.with_kept_rows().rows()[0].flatten(0, 2)
-    e, u = noise(implicit, 0, 0, DRAWS)
-    found: dict[str, Curve] = {}
-    exact = torch.empty(0)
-    for name, preconditioner in (("CG, Kronecker", kronecker), ("CG, prior", None)):
-        tolerance = REFERENCE if preconditioner is not None else 1e-2
-        solved = implicit.with_solver(space="weights", tolerance=tolerance, preconditioner=preconditioner)
-        curve = found[name] = Curve(rows)
-        z = solved.gaussian.draws(e, u, callback=curve).vectors
-        if preconditioner is not None:
-            exact = (rows @ z.mT).square().mean(1)
-    for epochs in (5,) if quick else (20,):
-        curve = found[f"SGD, {epochs} epochs"] = Curve(rows)
-        source = torch.Generator().manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            drawn = implicit.draw(DRAWS, solver="sgd", epochs=epochs, generator=source)
-        curve.spent = time.process_time() - curve.began
-        e, u = noise(implicit, drawn.drawing.seed, 0, DRAWS)
-        kept = implicit.with_solver(space="weights", tolerance=REFERENCE, preconditioner=kronecker)
-        same = (rows @ kept.gaussian.draws(e, u).vectors.mT).square().mean(1)
-        curve.note(drawn.deviations)
-        curve.variances[-1] = curve.variances[-1] / same * exact  # the error against the same noise
-    return found, exact, fit
-
-
-def main(chosen: argparse.Namespace) -> None:
-    torch.manual_seed(chosen.seed)
-    table_rows = []
-    figure, axes = plt.subplots(figsize=(5.4, 3.6))
-    model, (x, y, test, _) = lenet(), images("fashion_mnist", 200 if chosen.quick else 1000, 20, chosen.seed)
-    epoch = trained(model, x, y, 8 if chosen.quick else 15)
-    found, exact, fit = curves(model, x, y, test, chosen.quick)
-    for number, (name, curve) in enumerate(found.items()):
-        errors, costs = curve.against(exact), [each / epoch / DRAWS for each in curve.seconds]
-        enough = next((i for i, error in enumerate(errors) if max(errors[i:]) <= ENOUGH and error <= ENOUGH), None)
-        reached = "not reached" if enough is None else f"{costs[enough]:.1f}"
-        products = "" if enough is None or "SGD" in name else enough + 1
-        table_rows.append([name, products, reached, f"{errors[-1]:.4f} after {costs[-1]:.1f} epochs"])
-        if "SGD" not in name:
-            axes.semilogy(costs, errors, color=COLOURS[number], label=name)
+    rows = Jacobian(made.network, made.likelihood.canonical, [batch]).with_kept_rows().rows()[0].flatten(0, 2)
+    seed = int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(0)))  # that of `draw`
+    draws = 2 * DRAWS if method == "eight" else DRAWS
+    longest = (6, 6) if quick else ITERATIONS[network]
+    curve = Curve(rows)
+    warnings.simplefilter("ignore")
+    if method in ("sgd", "auto"):
+        how: Any = {"solver": "sgd"} if method == "sgd" else {}
+        curve.note(made.draw(DRAWS, **how).deviations)
+    else:
+        e, u = noise(made, seed, 0, draws)
+        gaussian = made.gaussian
+        if method == "kronecker":
+            kronecker = lapis.laplace(model, (x, y), "classification", structure="kronecker", **options)
+            gaussian = made.with_solver(preconditioner=kronecker).gaussian
+        if method in ("cg", "kronecker"):
+            replace(gaussian, max_iterations=longest[1]).draws(e, u, callback=curve)
         else:
-            label = name
-            axes.semilogy(costs, errors, "o", color=COLOURS[2], label=label)
-    table_rows.append(["Kronecker fit, once", "", f"{fit / epoch:.1f} in all", ""])
+            target = made.curvature.root_transposed(u) + gaussian.precision.sqrt() * e
+            curve.start = e / gaussian.precision.sqrt()
+            residual = target - gaussian.multiply(curve.start)
+            block_conjugate_gradients(
+                gaussian.operator(), residual, preconditioner=Diagonal(gaussian.precision), callback=curve,
+                max_iterations=longest[0],
+            )  # fmt: skip
+    return {"outputs": torch.stack(curve.outputs), "seconds": curve.seconds, "epoch": epoch, "draws": draws}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--network", choices=tuple(ITERATIONS), default="lenet")
+    parser.add_argument("--method", choices=METHODS)
+    parser.add_argument("--folder", type=Path, default=Path("build/draws"))
+    parser.add_argument("--quick", action="store_true", help="less work, to see that it runs")
+    chosen = parser.parse_args()
+    chosen.seed, chosen.started = 0, time.perf_counter()
+    torch.set_num_threads(1)
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    for method in (chosen.method,) if chosen.method else METHODS:
+        path = chosen.folder / f"{chosen.network}_{method}{'_quick' if chosen.quick else ''}.pt"
+        if chosen.method or not path.exists():
+            torch.save(run(chosen.network, method, chosen.quick), path)
+    if chosen.method is None:
+        written(chosen)
+
+
+def written(chosen: argparse.Namespace) -> None:
+    """The table and the figure from all curves."""
+    lines = []
+    figure, axes = plt.subplots(figsize=(5.4, 3.6))
+    exact: dict[int, Tensor] = {}
+    for number, method in enumerate(METHODS):
+        path = chosen.folder / f"{chosen.network}_{method}{'_quick' if chosen.quick else ''}.pt"
+        found = torch.load(path)
+        outputs, count = found["outputs"], found["draws"]
+        if method in ("reference", "eight"):
+            exact[count] = outputs[-1].square().mean(1)
+        errors = [float((f.square().mean(1) / exact[count] - 1).abs().mean()) for f in outputs]
+        costs = [seconds / found["epoch"] / count for seconds in found["seconds"]]
+        enough = next((i for i in range(len(errors)) if max(errors[i:]) <= ENOUGH), None)
+        reached = "not reached" if enough is None else f"{costs[enough]:.1f}"
+        iterations = "" if len(errors) == 1 or enough is None else enough + 1
+        last = -1 if method not in ("reference", "eight") else len(errors) // 2
+        lines.append([NAMES[method], iterations, reached, f"{errors[last]:.3f} after {costs[last]:.1f}"])
+        style = "o" if len(errors) == 1 else "-"
+        axes.semilogy(costs, errors, style, color=COLOURS[number % 4], linewidth=1, label=NAMES[method])
     axes.axhline(ENOUGH, color="grey", linewidth=0.8, linestyle=":")
     axes.set_xlabel("training epochs a draw")
     axes.set_ylabel("relative error of variances")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize=7)
     axes.spines[["top", "right"]].set_visible(False)
-    save(figure, "draws", chosen)
-    head = ("method", "products", f"training epochs a draw to an error of {ENOUGH}", "at the end")
-    report("draws", table(head, table_rows), chosen)
+    save(figure, f"draws_{chosen.network}", chosen)
+    head = ("method", "iterations", f"epochs a draw to an error of {ENOUGH}", "error after epochs a draw")
+    report(f"draws_{chosen.network}", table(head, lines), chosen)
 
 
 if __name__ == "__main__":
-    main(arguments(__doc__))
+    main()

@@ -240,7 +240,7 @@ def test_sgd_comes_to_the_draws_that_cg_solves_for(objective: Any) -> None:
     assert max(found.drawing.residuals) < 0.1
 
 
-@pytest.mark.parametrize("solver", ["cg", "sgd"])
+@pytest.mark.parametrize("solver", ["block", "cg", "sgd"])
 def test_an_interrupted_draw_goes_on_where_it_stopped(
     solver: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,12 +248,14 @@ def test_an_interrupted_draw_goes_on_where_it_stopped(
     options: dict[str, Any] = {"solver": solver, "generator": None}
     if solver == "sgd":
         options |= {"epochs": 40, "batch_size": 10}
+    if solver == "block":
+        options |= {"error": 1e-6}
     whole = posterior.draw(3, **options)
     product, calls = lapis.curvature.products.ggn.ImplicitCurvature.product, []
 
     def interrupted(self: Any, vectors: Tensor) -> Tensor:
         calls.append(len(vectors))
-        if len(calls) == (9 if solver == "cg" else 90):
+        if len(calls) == (90 if solver == "sgd" else 9):
             raise KeyboardInterrupt
         return product(self, vectors)
 
@@ -508,6 +510,9 @@ def test_bad_options_of_a_fit_are_refused(options: dict[str, Any], match: str) -
         ({"solver": "sgd", "objective": "quiet"}, "Unknown objective"),
         ({"solver": "sgd", "epochs": 0}, "Bad epochs"),
         ({"samples": 0}, "Bad samples"),
+        ({"solver": "cg", "error": 0.1}, "error of their variances"),
+        ({"solver": "block", "error": 0.0}, "error"),
+        ({"solver": "block", "clip": 1.0}, "no clip"),
     ],
 )
 def test_bad_options_of_a_draw_are_refused(options: dict[str, Any], match: str) -> None:

@@ -45,6 +45,7 @@ def words(text: str) -> frozenset[str]:
 
 
 RESULTS = words("""
+    BlockResult BlockState
     Comparison Reliability CGProgress CGResult CGState Eigenpairs Estimate LanczosResult QuadratureEstimate SGDResult
     SGDState SpectralQuadrature sgd style Bootstrap RiskCoverage Run Round History
     Derivation Derivations LinearPosterior Expected Fit Forecast States VariationalFit Learned Learner Accuracies Lesson

@@ -153,7 +153,12 @@ def _result(engine: Any, reference: Any, what: str) -> Any:
         cause = error.cause
         if isinstance(cause, LapisError):
             raise type(cause)(f"{what}: {cause}") from None
-        raise RankError(f"{what} failed", got=f"{type(cause).__name__}: {cause}", do="see the error above") from error
+        raise RankError(
+            f"{what} failed",
+            expected="data that can be read, and fitted to",
+            got=f"{type(cause).__name__}: {cause}",
+            do="see the error above",
+        ) from error
     except engine.exceptions.RayError as error:
         raise RankError(
             f"{what} was lost",

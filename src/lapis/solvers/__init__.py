@@ -6,6 +6,7 @@ an explicit generator only.
 
 from __future__ import annotations
 
+from lapis.solvers.block import BlockResult, BlockState, block_conjugate_gradients
 from lapis.solvers.cg import CGProgress, CGResult, CGState, conjugate_gradients
 from lapis.solvers.descent import SGDResult, SGDSettings, SGDState, sgd, sgd_learning_rate
 from lapis.solvers.eigen import Eigenpairs, lanczos_eigenpairs, largest_eigenvalue, subspace_eigenpairs
@@ -24,6 +25,8 @@ from lapis.solvers.quadrature import QuadratureEstimate, SpectralQuadrature, log
 from lapis.solvers.trace import hutch_plus_plus, hutchinson_diagonal, hutchinson_trace, xtrace
 
 __all__ = [
+    "BlockResult",
+    "BlockState",
     "CGProgress",
     "CGResult",
     "CGState",
@@ -41,6 +44,7 @@ __all__ = [
     "SGDSettings",
     "SGDState",
     "SpectralQuadrature",
+    "block_conjugate_gradients",
     "conjugate_gradients",
     "hutch_plus_plus",
     "hutchinson_diagonal",

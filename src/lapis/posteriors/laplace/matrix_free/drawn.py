@@ -29,7 +29,7 @@ class Drawing:
     """How weights were drawn: the solver's statistics; tuples have one entry per draw."""
 
     solver: str
-    """"cg" or "sgd"."""
+    """"block", "cg" or "sgd"."""
     objective: str | None
     seed: int
     iterations: tuple[int, ...]

@@ -73,7 +73,8 @@ class ImplicitPosterior(SolvedPosterior):
         self,
         samples: int = 8,
         *,
-        solver: Literal["cg", "sgd"] = "cg",
+        solver: Literal["auto", "block", "cg", "sgd"] = "auto",
+        error: float | None = None,
         objective: Literal["noisy", "low_noise"] | None = None,
         epochs: int | None = None,
         batch_size: int | None = None,
@@ -90,8 +91,12 @@ class ImplicitPosterior(SolvedPosterior):
 
         Args:
             samples: the number of draws, K.
-            solver: "cg" solves for z to the solver's tolerance, over all data; "sgd" descends on minibatches, by
-                Nesterov's method with momentum 0.9 and an average over the last half of the iterates.
+            solver: "block": block conjugate gradients for all draws together, until their variances have about the
+                relative `error`. "cg": each draw to the solver's tolerance. "sgd": on minibatches, by Nesterov's method
+                with momentum 0.9 and an average over the last half of the iterates. "auto": "cg" for up
+                to 2,000 weights, where it costs little, and where `with_solver` sets a tolerance or the space of
+                outputs; else "block". SGD costs more for the same error wherever it was measured.
+            error: of "block", 0.05 by default; from K draws variances have an error of sqrt(2 / K) in any case.
             objective: of SGD. "low_noise" (default) moves u from the data term into the prior's centre,
                 z0 + Lambda^-1 sum_n J_n^T S_n u_n: the same minimiser, with far less noise in the gradients.
                 "noisy": as written above.
@@ -104,12 +109,13 @@ class ImplicitPosterior(SolvedPosterior):
                 draws for the same seed, up to their errors.
             checkpoint: a file to save progress in, at intervals and when interrupted. A call with the same arguments
                 resumes from it, and gives the numbers that it would have given without the interruption.
-            progress: show a bar; by default on a terminal only.
+            progress: show a bar, and for "block" beforehand how long it will take; by default on a terminal only.
 
-        Memory: about 7 blocks of (K, P) in the network's dtype for SGD and 8 for CG, besides the network's own.
+        Memory: about 7 blocks of (K, P) in the network's dtype for SGD, 8 for CG, 11 for "block", besides the
+        network's own.
         """
         check_arguments(ImplicitPosterior.draw, locals())
-        chosen = drawing.options(samples, solver, objective, epochs, batch_size, learning_rate, clip)
+        chosen = drawing.options(self, samples, solver, objective, epochs, batch_size, learning_rate, clip, error)
         if chosen.objective == "noisy":
             self._refuse_if_divided("descend on the noisy objective", 'use objective="low_noise"')
         source = self.source(samples, generator)

@@ -15,7 +15,7 @@ from lapis.errors import LapisWarning, OptionError
 from lapis.network import full_precision
 from lapis.options import check_arguments, check_count
 from lapis.posteriors.laplace.family import LaplaceFamily
-from lapis.posteriors.laplace.matrix_free.drawing import white
+from lapis.posteriors.laplace.matrix_free.noise import white
 from lapis.posteriors.laplace.matrix_free.solver import TOLERANCES, Solver
 from lapis.solvers import CallablePreconditioner, Estimate, Operator, hutchinson_diagonal
 
