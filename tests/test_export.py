@@ -64,7 +64,7 @@ def test_the_module_predicts_as_the_posterior_does(name: str, task: str) -> None
         return
     posterior = fitted(name, task)
     new = 2 * X[:7] + 1
-    for link in ("mean_field",) if task == "regression" else ("mean_field", "probit"):
+    for link in ("quasi",) if task == "regression" else ("quasi", "mean_field", "probit"):
         found = predictive(posterior, link=link)(new)  # type: ignore[arg-type]
         expected: Any = posterior.predict(new, link=None if task == "regression" else link)  # type: ignore[arg-type]
         if task == "regression":
@@ -79,11 +79,40 @@ def test_a_moved_mean_and_a_temperature_are_exported_too() -> None:
     posterior = lapis.laplace(plain(3), (X, TARGETS["classification"]), "classification", structure="dense")
     moved = replace(posterior, mean=posterior.mean + 0.1)
     for each in (moved, replace(posterior, sharpness=0.7)):
-        expected: Any = each.predict(X, link="mean_field")
+        expected: Any = each.predict(X)
         torch.testing.assert_close(predictive(each)(X)[0], expected.probs, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "task"), [("diagonal", "regression"), ("last layer", "classification")])
+class Body(nn.Module):
+    """Convolutions, a norm, attention and a residual: only the last layer is chosen."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(1, 6, 3, padding=1), nn.BatchNorm1d(6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = torch.relu(self.norm(self.conv(x.unsqueeze(1)))).mT
+        a = a + self.attention(a, a, a, need_weights=False)[0]
+        return self.head(a.mean(1))
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_last_layer_of_any_body_is_exported(classes: int) -> None:
+    torch.manual_seed(0)
+    posterior = lapis.laplace(
+        Body(classes).double().eval(), (X, torch.arange(30) % classes), "classification", weights="last_layer"
+    )
+    module, expected = predictive(posterior), posterior.predict(X)
+    torch.testing.assert_close(module(X)[0], expected.probs, rtol=1e-6, atol=1e-8)  # type: ignore[union-attr]
+    program = exported(module, X[:3]).module()
+    torch.testing.assert_close(program(X)[0], module(X)[0], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "task"), [("diagonal", "regression"), ("last layer", "classification"), ("kronecker", "binary")]
+)
 def test_onnxruntime_gives_the_same_numbers(name: str, task: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="ONNX export needs the extra `export`: make test-extras")
     runtime = pytest.importorskip("onnxruntime", reason="ONNX export needs the extra `export`: make test-extras")

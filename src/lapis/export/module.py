@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from lapis.batches import take
 from lapis.errors import LikelihoodError, ModelError, OptionError
+from lapis.export.links import Probabilities
 from lapis.export.parts import Covariance
 from lapis.export.tangent import Tangent
 from lapis.likelihoods import Bernoulli, Categorical, Gaussian
 from lapis.options import check_arguments
 from lapis.posteriors.laplace.stored import LaplacePosterior
 from lapis.posteriors.posterior import Posterior
-from lapis.predictions._links import probit
 
-Link = Literal["mean_field", "probit"]
+Link = Literal["quasi", "mean_field", "probit"]
 
 OUTPUTS = {"regression": ("mean", "std", "epistemic_std"), "classification": ("probs", "entropy", "logit_std")}
 """What the module returns, in order."""
@@ -36,7 +36,8 @@ class Predictive(nn.Module):
         super().__init__()
         network, likelihood = posterior.network, posterior.likelihood
         self.task = "regression" if isinstance(likelihood, Gaussian) else "classification"
-        self.binary, self.link = isinstance(likelihood, Bernoulli), link
+        self.binary = isinstance(likelihood, Bernoulli)
+        self.probabilities = Probabilities(link, posterior.n_outputs, self.binary).to(network.device, network.dtype)
         self.sharpness = posterior._sharpness()
         self.tangent, self.covariance = Tangent(posterior), Covariance(posterior)
         noise = likelihood.noise.detach() if isinstance(likelihood, Gaussian) else torch.zeros(())
@@ -53,24 +54,15 @@ class Predictive(nn.Module):
         variance = torch.diagonal(covariance, dim1=-2, dim2=-1).clamp_min(0)
         if self.task == "regression":
             return f, (variance + self.noise.square()).sqrt(), variance.sqrt()
-        probs = self._probabilities(f, variance, covariance)
+        probs = self.probabilities(f, variance, covariance)
         terms = -probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
         if self.binary:
             other = 1 - probs
             return probs, terms - other * other.clamp_min(torch.finfo(probs.dtype).tiny).log(), variance.sqrt()
         return probs, terms.sum(-1), variance.sqrt()
 
-    def _probabilities(self, f: Tensor, variance: Tensor, covariance: Tensor) -> Tensor:
-        if self.binary:
-            return torch.sigmoid(probit(f, variance))
-        if self.link == "probit":
-            return torch.softmax(probit(f, variance), -1)
-        spread = variance.unsqueeze(-1) + variance.unsqueeze(-2) - 2 * covariance
-        exponents = probit(f.unsqueeze(-2) - f.unsqueeze(-1), spread)
-        return torch.softmax(-torch.logsumexp(exponents, -1), -1)
 
-
-def predictive(posterior: Posterior, *, link: Link = "mean_field") -> Predictive:
+def predictive(posterior: Posterior, *, link: Link = "quasi") -> Predictive:
     """A stored Laplace posterior's linearised prediction as a module: probabilities (or mean) and uncertainty at once.
 
     Regression gives (mean, std, epistemic_std), each (B, K); classification (probs (B, C), entropy (B,), logit_std
@@ -79,13 +71,13 @@ def predictive(posterior: Posterior, *, link: Link = "mean_field") -> Predictive
 
     Args:
         posterior: dense, diagonal, Kronecker or EKFAC, over all weights of a small network or a last layer.
-        link: "mean_field" or "probit": closed forms, as those of `posterior.predict`.
+        link: as in `posterior.predict`: "quasi" (default, an integral), or in closed form "mean_field" or "probit".
 
     >>> import lapis
     >>> x, model = torch.randn(20, 3), nn.Linear(3, 2)
     >>> posterior = lapis.laplace(model, (x, torch.arange(20) % 2), "classification").tune()
     >>> probs, entropy, logit_std = predictive(posterior)(x)
-    >>> bool(torch.allclose(probs, posterior.predict(x, link="mean_field").probs, atol=1e-5))
+    >>> bool(torch.allclose(probs, posterior.predict(x).probs, atol=1e-5))
     True
     """
     check_arguments(predictive, locals())

@@ -36,7 +36,7 @@ class Scaled(nn.Module):
         return first, second, third
 
 
-def of_predictor(predictor: Predictor, *, link: Link = "mean_field") -> Scaled:
+def of_predictor(predictor: Predictor, *, link: Link = "quasi") -> Scaled:
     """A predictor's prediction as a module of the table's own columns; see `lapis.export.predictive`."""
     check_arguments(of_predictor, locals())
     return Scaled(predictor, link)

@@ -30,7 +30,7 @@ def export(
 ) -> None:
     """Write a fitted file as ONNX or as a torch program: probabilities, or mean, and uncertainty in one call.
 
-    The linearised prediction with the mean-field link. Inputs are the columns in the order of the fit.
+    The linearised prediction, as lapis predict has it. Inputs are the columns in the order of the fit.
     """
     if out.suffix not in WRITERS:
         raise OptionError(
