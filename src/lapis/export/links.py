@@ -11,10 +11,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lapis.predictions import default_points
 from lapis.predictions._links import probit
 from lapis.predictions._quadrature import gauss_hermite
-from lapis.predictions._quasi import RANK, normal_points
+from lapis.predictions._quasi import RANK, default_points, normal_points
 
 
 class Sigmoid(nn.Module):
