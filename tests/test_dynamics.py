@@ -104,7 +104,7 @@ def test_singular_covariances_are_exact_too() -> None:
     given["G"], given["Q"] = torch.eye(3, 1, dtype=DOUBLE), given["Q"][:1, :1]
     given["A"] = torch.tensor([[0.5, 0.2, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]], dtype=DOUBLE)
     given["P"], given["R"] = torch.zeros(3, 3, dtype=DOUBLE), torch.zeros(1, 1, dtype=DOUBLE)
-    given["P"][0, 0] = 1.0
+    given["P"][0, 0], given["P"][2, 2] = 1.0, 0.7  # the last state is forgotten, and nothing later tells of it
     given["C"] = torch.tensor([[1.0, 0.5, 0.0]], dtype=DOUBLE)
     y = normal(3, 5, 1)
     y[2] = NAN
@@ -157,6 +157,12 @@ def test_em_never_falls_and_holds_what_is_fixed(options: dict[str, Any]) -> None
         if "state_noise" in options:
             assert model.Q_ is not None
             assert torch.equal(model.Q_, model.Q_.diagonal().diag())
+
+
+def test_the_first_covariance_is_held_where_there_is_one_sequence() -> None:
+    given = matrices()
+    model = LinearDynamics(**given).fit(normal(5, 6, 2), rounds=2, tolerance=10.0)
+    assert torch.equal(model.P_, given["P"])  # type: ignore[arg-type]
 
 
 def test_expected_log_joint_has_the_gradient_of_the_log_likelihood() -> None:

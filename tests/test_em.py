@@ -91,6 +91,14 @@ def test_the_bound_touches_the_log_likelihood_and_never_falls(known: float, acce
         assert found.converged
 
 
+def test_the_tolerance_is_a_gain_for_each_datum() -> None:
+    found = em(start(3.0, 5.0), table(0.0, 1), tolerance=1e-3)  # 60 data
+    gains = torch.tensor(found.bounds).diff()
+    assert float(gains[-1]) <= 0.06
+    assert float(gains[-1]) > 1e-3
+    assert bool((gains[:-1] > 0.06).all())
+
+
 def test_acceleration_ends_where_em_does_in_fewer_rounds() -> None:
     data = table(0.0, 3)
     slow = em(start(3.0, 5.0), data, rounds=5000, tolerance=1e-12)
