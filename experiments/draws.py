@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--network", choices=tuple(ITERATIONS), default="lenet")
     parser.add_argument("--method", choices=METHODS)
     parser.add_argument("--folder", type=Path, default=Path("build/draws"))
+    parser.add_argument("--report", action="store_true", help="the table of the methods that have run")
     parser.add_argument("--quick", action="store_true", help="less work, to see that it runs")
     chosen = parser.parse_args()
     chosen.seed, chosen.started = 0, time.perf_counter()
@@ -124,7 +125,7 @@ def main() -> None:
     chosen.folder.mkdir(parents=True, exist_ok=True)
     for method in (chosen.method,) if chosen.method else METHODS:
         path = chosen.folder / f"{chosen.network}_{method}{'_quick' if chosen.quick else ''}.pt"
-        if chosen.method or not path.exists():
+        if chosen.method or not (path.exists() or chosen.report):
             torch.save(run(chosen.network, method, chosen.quick), path)
     if chosen.method is None:
         written(chosen)
@@ -137,6 +138,8 @@ def written(chosen: argparse.Namespace) -> None:
     exact: dict[int, Tensor] = {}
     for number, method in enumerate(METHODS):
         path = chosen.folder / f"{chosen.network}_{method}{'_quick' if chosen.quick else ''}.pt"
+        if not path.exists():
+            continue
         found = torch.load(path)
         outputs, count = found["outputs"], found["draws"]
         if method in ("reference", "eight"):
