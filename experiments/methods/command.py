@@ -41,6 +41,7 @@ def arguments(
     parser.add_argument("--again", action="store_true", help="measure the chosen columns again")
     parser.add_argument("--report", action="store_true", help="table and figures of what is there, no new rows")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of the processor for a column")
+    parser.add_argument("--apart", help="a word: rows and page of their own, <name>_<word>, whatever the first seed")
     parser.add_argument("--output", type=Path, help="folder for everything that is written, networks included")
     chosen = parser.parse_args()
     known = settings[chosen.quick]
@@ -55,7 +56,8 @@ def arguments(
             if each not in allowed:
                 parser.error(f"no {kind} {each!r}; there are: {', '.join(allowed)}")
     chosen.seeds = chosen.seeds or (1 if chosen.quick else seeds)
-    chosen.name = name + ("_quick" if chosen.quick else "") + ("_other_seeds" if chosen.first_seed else "")
+    ending = f"_{chosen.apart}" if chosen.apart else "_other_seeds" if chosen.first_seed else ""
+    chosen.name = name + ("_quick" if chosen.quick else "") + ending
     chosen.results, chosen.figures = chosen.output or RESULTS, chosen.output or FIGURES
     chosen.cache = chosen.output / "networks" if chosen.output else ROOT / ".cache" / name
     chosen.rows = chosen.results / f"{chosen.name}.json"
@@ -104,7 +106,7 @@ def _rounded(value: object) -> object:
 
 def write_report(chosen: argparse.Namespace, text: str) -> None:
     """Keep the page beside its rows, and print it."""
-    script = chosen.name.removesuffix("_other_seeds").removesuffix("_quick")
+    script = chosen.name.removesuffix(f"_{chosen.apart}").removesuffix("_other_seeds").removesuffix("_quick")
     line = f"`python experiments/{script}.py{' --quick' if chosen.quick else ''}`"
     chosen.results.mkdir(parents=True, exist_ok=True)
     (chosen.results / f"{chosen.name}.md").write_text(f"{text}\n\n{line}\n", encoding="utf-8")
