@@ -130,7 +130,7 @@ def test_screens_fit_into_eighty_columns_and_say_what_was_done(folder: Path) -> 
 def test_info_tells_what_a_file_holds(folder: Path, tmp_path: Path) -> None:
     found = answer("info", folder / "kind.lapis")
     assert found["kind"] == "predictor"
-    assert found["network"] == "5-4-2 tanh"  # three numbers, and an indicator for each colour
+    assert found["network"] == "5-4-2 relu"  # three numbers, and an indicator for each colour
     assert found["classes"] == "down, up"
     assert found["rows"] == 40
     model = nn.Linear(2, 1)
