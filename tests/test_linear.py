@@ -102,6 +102,32 @@ def test_draws_have_the_posteriors_covariance() -> None:
     torch.testing.assert_close(found.sample(3)[0] - found.mean, found.sample(1)[0] - found.mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("samples", [2, 32])
+def test_intervals_cover_as_they_say_however_few_the_draws(samples: int) -> None:
+    # 25 problems of one prior, 100 new observations each, most of whose variance is the posterior's. Coverages of the
+    # problems are independent: five standard errors of their mean. 2 draws without Student's t: .81.
+    covered: dict[str, list[float]] = {"y": [], "f": []}
+    for seed in range(25):
+        source = torch.Generator().manual_seed(seed)
+        phi = torch.randn(130, 60, dtype=DOUBLE, generator=source)
+        f = phi @ torch.randn(60, dtype=DOUBLE, generator=source)
+        y = f + 0.5 * torch.randn(130, dtype=DOUBLE, generator=source)
+        posterior = lapis.linear(phi[:30], y[:30], lapis.Gaussian(0.5), samples=samples, generator=source)
+        predicted: Any = posterior.predict(phi[30:])
+        for name, truth, (low, high) in (("y", y, predicted.interval(0.95)), ("f", f, predicted.f_interval(0.95))):
+            covered[name].append(float(((low <= truth[30:]) & (truth[30:] <= high)).double().mean()))
+    for name, shares in covered.items():
+        each = torch.tensor(shares)
+        assert abs(float(each.mean()) - 0.95) < max(5 * float(each.std()) / math.sqrt(len(each)), 0.005), name
+        assert float(each.std()) < 0.1, name
+
+
+def test_exact_predictions_have_gaussian_intervals() -> None:
+    predicted: Any = lapis.linear(PHI, Y, lapis.Gaussian(0.3), samples=1).predict(PHI[:3], exact=True)
+    assert predicted.latent.degrees is None
+    torch.testing.assert_close(predicted.interval(0.95)[1] - predicted.mean, 1.959963985 * predicted.std)
+
+
 def test_draws_by_sgd_are_those_by_conjugate_gradients() -> None:
     options: Any = {"samples": 4, "prior": 2.0}
     phi, y, _ = problem(600)

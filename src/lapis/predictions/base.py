@@ -56,6 +56,14 @@ class Prediction(ABC):
         blocks = self.latent.blocks
         return None if blocks is None else self.likelihood.spread(blocks, self.raw_shape)
 
+    def f_interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Lower and upper end of the central interval that holds each output of the network with probability `level`.
+
+        Without the targets' noise: see `interval` for targets.
+        """
+        low, high = (self.likelihood.layout(self.latent.quantile(tail), self.raw_shape) for tail in tails(level))
+        return low, high
+
     def log_prob(self, y: Any) -> Tensor:
         """log p(y | x) of each example, (B,): the sum of its positions' log densities.
 

@@ -104,7 +104,7 @@ def _rebuilt(like: Latent, tensors: Iterator[Tensor | None], length: int) -> Lat
         return LatentSamples(first, raw_shape=raw_shape)
     variance, covariance = next(tensors), next(tensors)
     assert variance is not None
-    return LatentGaussian(first, variance, covariance, raw_shape=raw_shape)
+    return LatentGaussian(first, variance, covariance, raw_shape=raw_shape, degrees=like.degrees)
 
 
 def _check_joinable(one: Latent, other: Latent) -> None:
@@ -116,6 +116,8 @@ def _check_joinable(one: Latent, other: Latent) -> None:
             _check_joinable(*pair)
     if isinstance(one, LatentSamples) and isinstance(other, LatentSamples):
         _check_equal("numbers of sampled networks", [len(one.values), len(other.values)])
+    if isinstance(one, LatentGaussian) and isinstance(other, LatentGaussian):
+        _check_equal("numbers of draws behind the variances", [one.degrees, other.degrees])
 
 
 def _check_alike(parts: Sequence[Latent]) -> None:

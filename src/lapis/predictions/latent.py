@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from lapis.errors import ModelError, NotPositiveDefiniteError, OptionError
-from lapis.predictions._mixtures import total_variance, weighted_sum
+from lapis.predictions._mixtures import normal_quantile, quantile_between, total_variance, weighted_sum
+from lapis.predictions._quadrature import in_chunks
+from lapis.predictions._students import student_cumulative, student_quantile
 
 CHUNK = 2**20
 """Numbers in a chunk of Monte Carlo draws, approximately (8 MB in float64, of which there are a few copies)."""
@@ -33,6 +35,8 @@ class LatentGaussian:
         joint: covariance of all outputs of all examples, (B T C, B T C) in the order of mean.flatten(), or None.
         raw_shape: shape of the network's own output. By default that of a network with channels last: (B, C) for one
             position, (B, T, C) for several.
+        degrees: the number of draws that the variances are mean squares of, so that they are uncertain themselves; None
+            where they are known. Intervals and densities of real targets account for it.
     """
 
     mean: Tensor
@@ -40,6 +44,7 @@ class LatentGaussian:
     covariance: Tensor | None = None
     joint: Tensor | None = None
     raw_shape: tuple[int, ...] = ()
+    degrees: int | None = None
 
     def __post_init__(self) -> None:
         if self.mean.dim() != 3:
@@ -92,7 +97,26 @@ class LatentGaussian:
         square = factor**2
         covariance = None if self.covariance is None else square * self.covariance
         joint = None if self.joint is None else square * self.joint
-        return LatentGaussian(factor * self.mean, square * self.variance, covariance, joint, self.raw_shape)
+        return replace(
+            self, mean=factor * self.mean, variance=square * self.variance, covariance=covariance, joint=joint
+        )
+
+    def quantile(self, level: float) -> Tensor:
+        """f with P(output <= f) = level, (B, T, C): Student's t where the variances are estimates from draws."""
+        if self.degrees is None:
+            return self.mean + normal_quantile(level) * self.deviation
+        values = self.mean.double(), self.variance.double().clamp_min(0), torch.zeros_like(self.mean.double())
+        return in_chunks(partial(student_quantile, level, degrees=self.degrees), *values).to(self.mean.dtype)
+
+    def cumulative(self, f: Tensor) -> Tensor:
+        """P(output <= f), (B, T, C) float64."""
+        mean, deviation = self.mean.double(), self.deviation.double()
+        if self.degrees is None:
+            below = torch.special.ndtr((f - mean) / torch.where(deviation == 0, 1.0, deviation))
+        else:
+            values = f.double(), mean, deviation.square(), torch.zeros_like(mean)
+            below = in_chunks(partial(student_cumulative, degrees=self.degrees), *values)
+        return torch.where(deviation == 0, (f >= mean).double(), below)
 
     def draws(self, samples: int, seed: int, *, joint: bool = False) -> Iterator[Tensor]:
         """Draws of f in chunks (S', B, T, C).
@@ -167,6 +191,14 @@ class LatentSamples:
         """The distribution of factor * f."""
         return LatentSamples(factor * self.values, self.joint, self.raw_shape)
 
+    def quantile(self, level: float) -> Tensor:
+        """f that a share `level` of the networks is below, (B, T, C), between two of them by a straight line."""
+        return torch.quantile(self.values.double(), level, 0).to(self.values.dtype)
+
+    def cumulative(self, f: Tensor) -> Tensor:
+        """The share of networks whose outputs are at most f, (B, T, C) float64."""
+        return (self.values <= f).double().mean(0)
+
     def draws(self, samples: int, seed: int, *, joint: bool = False) -> Iterator[Tensor]:
         """The networks' outputs, in chunks; the arguments, which `LatentGaussian.draws` needs, have no effect."""
         yield from torch.split(self.values, max(1, CHUNK // max(1, self.values[0].numel())))
@@ -223,6 +255,15 @@ class LatentMixture:
     def scaled(self, factor: float) -> LatentMixture:
         """The distribution of factor * f."""
         return LatentMixture(tuple(part.scaled(factor) for part in self.parts), self.weights)
+
+    def cumulative(self, f: Tensor) -> Tensor:
+        """P(output <= f), (B, T, C) float64."""
+        return weighted_sum(self.weights.tolist(), (part.cumulative(f) for part in self.parts))
+
+    def quantile(self, level: float) -> Tensor:
+        """f with P(output <= f) = level, (B, T, C)."""
+        own = torch.stack([part.quantile(level).double() for part in self.parts])
+        return quantile_between(level, self.cumulative, own).to(self.mean.dtype)
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from lapis.predictions._mixtures import (
     quantile_between,
 )
 from lapis.predictions._quadrature import in_chunks
+from lapis.predictions._students import student_cumulative, student_log_prob, student_quantile
 from lapis.predictions.base import Prediction, tails
 from lapis.predictions.latent import LatentGaussian, LatentSamples
 
@@ -34,6 +35,8 @@ class RegressionPrediction(Prediction):
     Linearised, with one noise sigma for all inputs: exactly N(f, V + sigma^2 I). Linearised, with noise predicted by
     the network: the integral over the mean is exact, the integral over the log variance s ~ N(m_s, V_ss) is by
     quadrature; covariances between outputs are not used. Sampled: the equal mixture of the S networks' Gaussians.
+    Variances that are estimates from K draws (`latent.degrees`): Student's t with K degrees of freedom, plus the noise,
+    in `interval` and `log_prob`; `variance` is the estimate itself.
     """
 
     @property
@@ -71,6 +74,8 @@ class RegressionPrediction(Prediction):
             return normal_cumulative(y, *self._networks(self.latent)).mean(0)
         if self._heteroscedastic:
             return in_chunks(noisy_cumulative, y, *self._mean_and_noise)
+        if self._degrees is not None:
+            return in_chunks(partial(student_cumulative, degrees=self._degrees), y, *self._estimated)
         return normal_cumulative(y, self.latent.mean.double(), self._total_variance.sqrt())
 
     def _quantile(self, level: float) -> Tensor:
@@ -81,6 +86,8 @@ class RegressionPrediction(Prediction):
             return quantile_between(level, self._cumulative, means + z * deviations)
         if self._heteroscedastic:
             return in_chunks(partial(noisy_quantile, level), *self._mean_and_noise)
+        if self._degrees is not None:
+            return in_chunks(partial(student_quantile, level, degrees=self._degrees), *self._estimated)
         return self.latent.mean.double() + z * self._total_variance.sqrt()
 
     def _networks(self, latent: LatentSamples) -> tuple[Tensor, Tensor]:
@@ -108,6 +115,17 @@ class RegressionPrediction(Prediction):
         return self.latent.variance.double().clamp_min(0) + self._noise_variance
 
     @property
+    def _degrees(self) -> int | None:
+        """How many draws the variances are from; None where they are known."""
+        return self.latent.degrees if isinstance(self.latent, LatentGaussian) else None
+
+    @property
+    def _estimated(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Means, their estimated variances, and the noise variances: each (B, T, D), float64."""
+        mean = self.latent.mean.double()
+        return mean, self.latent.variance.double().clamp_min(0), self._noise_variance.expand(mean.shape)
+
+    @property
     def _mean_and_noise(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Means and their variances, log noise variances and their variances: each (B, T, D), float64."""
         mean, log_variance = split(self.latent.mean.double())
@@ -122,7 +140,11 @@ class RegressionPrediction(Prediction):
             return densities.sum(-1).to(target.dtype)
         blocks = self.latent.blocks
         if blocks is None:
-            densities = normal_log_prob(target.double(), self.latent.mean.double(), self._total_variance)
+            if self._degrees is None:
+                densities = normal_log_prob(target.double(), self.latent.mean.double(), self._total_variance)
+            else:
+                density = partial(student_log_prob, degrees=self._degrees)
+                densities = in_chunks(density, target.double(), *self._estimated)
             return densities.sum(-1).to(target.dtype)
         covariance = blocks.double() + torch.diag_embed(self._noise_variance.expand(self.latent.mean.shape))
         return multivariate_log_prob(target - self.latent.mean, covariance).to(target.dtype)

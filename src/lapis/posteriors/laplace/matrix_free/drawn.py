@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -52,7 +52,8 @@ class DrawnPosterior(LinearisedPosterior):
 
     The linearised network's outputs have mean f(x) and covariance mean_k (J z_k)(J z_k)^T, by K Jacobian-vector
     products. With K draws a variance has a relative error of sqrt(2 / K), and a covariance has rank K at most; so
-    predictions hold variances only, unless covariance="full" is requested. Memory: (K, P) in the network's dtype.
+    predictions hold variances only, unless covariance="full" is requested. Intervals of real targets account for K by
+    Student's t with K degrees of freedom (but for draws that were calibrated). Memory: (K, P) in the network's dtype.
     """
 
     kind: ClassVar[str] = "drawn"
@@ -121,7 +122,7 @@ class DrawnPosterior(LinearisedPosterior):
         return len(self)
 
     def _outputs(self, inputs: Inputs, kind: LatentKind) -> LatentGaussian:
-        return by_draws(
+        found = by_draws(
             self.network,
             self.likelihood.canonical,
             self.n_outputs,
@@ -130,6 +131,8 @@ class DrawnPosterior(LinearisedPosterior):
             kind,
             self.facts.memory_budget,
         )
+        # calibrated draws have the spread with which Gaussian predictions foretold held-out data best
+        return found if self.calibration else replace(found, degrees=len(self))
 
     def _weight_kernel(self, tangent: Tangent) -> DrawnKernel:
         return DrawnKernel(tangent, self.deviations)
