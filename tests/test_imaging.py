@@ -120,6 +120,8 @@ def test_the_ray_transform_agrees_with_scikit_image() -> None:
     both = np.isin(A.positions, positions)
     assert np.array_equal(A.positions[both], positions)
     assert np.abs(ours[:, both] - there).mean() < 0.04 * np.abs(ours).mean()
+    filtered = transform.iradon(ours.T, theta=np.rad2deg(A.angles), circle=False, filter_name="ramp", output_size=65)
+    assert np.allclose(A.fbp(ours), filtered, atol=1e-12)
     quality = pytest.importorskip("skimage.metrics", reason="scikit-image is not installed")
     other = phantom + 0.1 * noisy(65, 65)
     expected = quality.structural_similarity(phantom.numpy(), other.numpy(), data_range=1.0)
@@ -514,9 +516,11 @@ def test_an_interrupted_training_ends_as_if_it_had_not_been(
     with pytest.raises(Interrupted):
         fit_image(cut, task(problem), checkpoint=path)
     handle.remove()
-    resumed = small(dropout=0.1)
+    resumed, calls = small(dropout=0.1), []
+    resumed.register_forward_pre_hook(lambda module, args: calls.append(1))
     trained = fit_image(resumed, task(problem), checkpoint=path)
     assert len(trained.losses) == 12
+    assert len(calls) == 12 - 7 + 1  # the steps that were left, and a last look at the image
     for (name, one), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
     with pytest.raises(lapis.FileError):
@@ -536,6 +540,7 @@ def test_a_dead_image_is_trained_again_with_smaller_steps(
         fit_image(small(), Task(A, data.flatten().float(), inputs, noise, 1.0, 90, 1e4, 0))
 
 
+@pytest.mark.filterwarnings("ignore:The trained network does not explain")
 def test_training_stops_when_the_evidence_falls_and_keeps_its_best_weights(
     problem: tuple[imaging.RayTransform, Tensor, float],
 ) -> None:
@@ -594,6 +599,7 @@ def test_reconstruct_refuses_what_makes_no_sense_before_any_work(
 # -- the command --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:The trained network does not explain")
 def test_the_command_writes_pictures_and_a_report(tmp_path: Path) -> None:
     imsave(tmp_path / "image.png", imaging.shepp_logan(24).numpy()[:16], cmap="gray")
     numbers = {"angles": 4, "noise": 0.05, "iterations": 5, "channels": 2, "size": 12, "out": tmp_path / "out"}

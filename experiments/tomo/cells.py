@@ -43,7 +43,7 @@ class Setting:
 
 
 def setting(quick: bool) -> Setting:
-    return Setting(4, 2, 60) if quick else Setting(16, 3, 400)
+    return Setting(4, 2, 60) if quick else Setting(16, 3, 1000, 5e-3)
 
 
 def grid(quick: bool) -> list[tuple[int, int]]:

@@ -125,7 +125,8 @@ def report(result: Result) -> str:
         f"- Log likelihood of the true image: {float(found.log_prob(result.truth)) / pixels:.3f} per pixel.",
         f"- True pixels within two standard deviations: {100 * result.coverage():.1f} % (95.4 % when calibrated).",
         f"- Log evidence of the measurements: {float(found.log_evidence()):.1f}.",
-        f"- Training took {found.trained.stopped_at} iterations.",
+        f"- Training took {found.trained.stopped_at} iterations; the network's root mean squared misfit is "
+        f"{found.misfit:.2f} x the noise.",
         "",
         "| block | weights | variance | length scale |",
         "| --- | --- | --- | --- |",

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lapis.errors import DataError, MemoryBudgetError, ModelError, OptionError
+from lapis.errors import DataError, LapisWarning, MemoryBudgetError, ModelError, OptionError
 from lapis.imaging.deep.training import Task, fit_image
 from lapis.imaging.deep.unet import UNet
-from lapis.imaging.operators.linear import LinearOperator
+from lapis.imaging.operators.linear import LinearOperator, plain
 from lapis.imaging.reconstruction import Centre, Reconstruction
 from lapis.imaging.tangent.exact import ExactModel, ExactPosterior
 from lapis.imaging.tangent.filters import blocks_of
 from lapis.imaging.tangent.iterative import IterativeModel, IterativePosterior
 from lapis.imaging.tangent.linearised import TangentImage
-from lapis.imaging.tangent.tuning import Point, Tuned, tuned_posterior
+from lapis.imaging.tangent.tuning import Groups, Point, Tuned, tuned_posterior
 from lapis.network.untouched import restored_modes
-from lapis.options import check_arguments
+from lapis.options import check_arguments, check_positive
 
 NOISE_SHARE = 0.05
 """Noise to begin with when none is stated, relative to the mean absolute measurement."""
+MISFIT = 5.0
+"""Root mean squared misfit over the stated noise above which a network does not explain the data: a warning."""
 NEW_RATE, GIVEN_RATE = 0.16, 3e-3
 """Steps of Adam: over the channels of a U-net made here; for any other network."""
 
@@ -40,6 +43,7 @@ def reconstruct(
     bounds: tuple[float, float] = (0.0, 1.0),
     variation: float | None = None,
     complexity: bool = False,
+    groups: Groups = "blocks",
     rate: float | None = None,
     stopping: Literal["iterations", "evidence"] = "iterations",
     centre: Centre = "tangent",
@@ -65,8 +69,9 @@ def reconstruct(
         channels: of that one's scales; (32, 32, 32) in the publication.
         bounds: of the pixels.
         variation: weight of the total variation in training, and rate of the complexity prior: minus the log density
-            per unit of TV. 1 / (high - low) when None.
+            per unit of TV. 1 / (high - low) when None; 0 trains without (and needs complexity=False).
         complexity: tune with the predictive complexity prior on the total variation.
+        groups: a prior variance and length scale for each of the network's "blocks", or "one" for all.
         rate: of training, the largest step of Adam. When None, 0.16 / channels for a new network, 0.003 for one given.
         stopping: train for all iterations, or stop by the evidence (ten looks, each as long as a tuning).
         centre: of the posterior: the linear model's own mean, or the network's image (as published).
@@ -82,7 +87,10 @@ def reconstruct(
     Antoran, Barbano, Leuschner, Hernandez-Lobato, Jin, "A probabilistic deep image prior for computational tomography",
     2022.
     """
-    check_arguments(reconstruct, locals(), signed=("bounds",))
+    noise, iterations, variation, rate = map(plain, (noise, iterations, variation, rate))
+    check_arguments(reconstruct, locals(), signed=("bounds",), apart=("variation",))
+    if variation is not None:
+        check_positive("variation", variation, or_zero=not complexity)
     low, high = bounds
     if low >= high:
         raise OptionError("Bad bounds", expected="low < high", got=repr(bounds), do="pass the range of the pixels")
@@ -102,11 +110,11 @@ def reconstruct(
     inputs = ((guess - low) / (high - low))[None, None].to(kind)
     task = Task(operator, y.to(kind), inputs, start, variation, iterations, rate, seed)
 
-    probed = torch.Generator().manual_seed(seed)
     settings: dict[str, Any] = {"fixed_noise": noise is not None, "complexity": variation if complexity else None}
-    settings |= {"point": point, "steps": tuning_steps, "progress": progress}
+    settings |= {"point": point, "groups": groups, "steps": tuning_steps, "progress": progress}
 
     def posterior() -> tuple[ExactPosterior | IterativePosterior, Tuned]:
+        probed = torch.Generator().manual_seed(seed)  # the same at every look, also after an interruption
         model = _model(network, inputs, operator, y, method, memory_budget, probed, progress)
         return tuned_posterior(model, start**2, **settings)
 
@@ -115,7 +123,15 @@ def reconstruct(
         watch = lambda: float(posterior()[0].log_evidence())  # noqa: E731
     trained = fit_image(network, task, watch=watch, checkpoint=checkpoint, progress=progress)
     found, tuned = posterior()
-    return Reconstruction(operator, network, trained, found, tuned, variation, start, centre, seed)
+    made = Reconstruction(operator, network, trained, found, tuned, variation, start, centre, seed)
+    if noise is not None and made.misfit > MISFIT:
+        warnings.warn(
+            f"The trained network does not explain the data: its root mean squared misfit is {made.misfit:.1f} x the "
+            "stated noise, and its linear model may be far off. Train for more iterations, or check noise and bounds.",
+            LapisWarning,
+            stacklevel=2,
+        )
+    return made
 
 
 def _model(

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from lapis.errors import DataError, OptionError
 from lapis.imaging.deep.training import Trained
-from lapis.imaging.operators.linear import LinearOperator, numbers
+from lapis.imaging.operators.linear import LinearOperator, numbers, plain
 from lapis.imaging.tangent.exact import ExactPosterior
 from lapis.imaging.tangent.filters import FilterPrior
 from lapis.imaging.tangent.iterative import IterativePosterior
-from lapis.imaging.tangent.tuning import Point, Tuned, tuned_posterior
+from lapis.imaging.tangent.tuning import Groups, Point, Tuned, tuned_posterior
 from lapis.options import check_arguments
 
 Centre = Literal["tangent", "network"]
@@ -64,6 +64,11 @@ class Reconstruction:
         return math.sqrt(self.posterior.noise_variance)
 
     @property
+    def misfit(self) -> float:
+        """Root mean square of y - A f(t), relative to the noise: about 1 for a network that explains the data."""
+        return math.sqrt(float(self.posterior.model.network_misfit) / self.operator.shape[0]) / self.noise
+
+    @property
     def network_image(self) -> Tensor:
         """f(t): the deep image prior's own reconstruction."""
         return self.posterior.model.image.reshape(self.operator.image_shape)
@@ -92,6 +97,7 @@ class Reconstruction:
 
         With a draw x0 of the prior's images and y0 = A x0 + noise, mean + x0 - K_fy K_yy^-1 y0 is one of the posterior.
         """
+        n = plain(n)
         check_arguments(Reconstruction.sample, locals())
         source = generator or torch.Generator().manual_seed(self.seed)
         model, prior, parts = self.posterior.model, self.prior, []
@@ -164,6 +170,7 @@ class Reconstruction:
         *,
         complexity: bool = False,
         point: Point = "trained",
+        groups: Groups = "blocks",
         tune_noise: bool = False,
         steps: int | None = None,
         progress: bool | None = None,
@@ -172,7 +179,8 @@ class Reconstruction:
         check_arguments(Reconstruction.retuned, locals())
         posterior, tuned = tuned_posterior(
             self.posterior.model, self.stated_noise**2, fixed_noise=not tune_noise,
-            complexity=self.variation if complexity else None, point=point, steps=steps, progress=progress,
+            complexity=self.variation if complexity else None, point=point, groups=groups,
+            steps=steps, progress=progress,
         )  # fmt: skip
         return replace(self, posterior=posterior, tuned=tuned)
 

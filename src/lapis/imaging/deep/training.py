@@ -105,18 +105,21 @@ def fit_image(
     every = max(1, task.iterations // looks)
     with restored_modes(network), torch.random.fork_rng(devices=[]), kept.guarded():
         torch.manual_seed(task.seed)
+        run.mark()
         if kept.tensors:
             run.load(kept.tensors, kept.facts)
-        network.train()
+        kept.follow(run.state)
         left = range(run.iteration, task.iterations)
         for iteration in track(left, "deep image prior", len(left), progress):
+            if watch is not None and run.look_is_due(every):
+                run.look(watch())
             if run.ended():
                 break
+            network.train()
             run.step(iteration)
-            if watch is not None and (iteration + 1) % every == 0:
-                run.look(watch())
-                network.train()
             kept.follow(run.state)
+        if watch is not None and run.look_is_due(every):
+            run.look(watch())
         kept.follow(run.state, now=True)
     if run.best:
         load_model(network, run.best)
@@ -147,10 +150,17 @@ class _Run:
         self.best: dict[str, Tensor] = {}
         self.restarts = 0
         self._first = model_tensors(network)
+        self._has_buffers = any(True for _ in network.buffers())
+        self._random = torch.get_rng_state()
+        self._whole = True
+
+    def mark(self) -> None:
+        """The state is whole: whoever goes on from it draws the same random numbers next."""
+        self._random = torch.get_rng_state()
         self._whole = True
 
     def step(self, iteration: int) -> None:
-        self._whole = False
+        self._whole = not self._has_buffers  # which may change on the way forward; weights change below only
         for group in self.optimiser.param_groups:
             group["lr"] = self.task.step_size(iteration) * SLOWER**self.restarts
         self.optimiser.zero_grad()
@@ -164,12 +174,13 @@ class _Run:
                 "Training the deep image prior diverged", expected="a finite loss", got=str(value),
                 do="pass a smaller rate",
             )  # fmt: skip
+        self._whole = False
         self.optimiser.step()
         if iteration % LOOKED_EVERY == 0 and _is_dead(image):
             self._restart()
         self.trained.losses.append(value)
         self.iteration = self.trained.stopped_at = iteration + 1
-        self._whole = True
+        self.mark()
 
     def _restart(self) -> None:
         self.restarts += 1
@@ -178,13 +189,17 @@ class _Run:
         load_model(self.network, self._first)
         self.optimiser = torch.optim.Adam(self.network.parameters(), lr=self.task.rate)
 
+    def look_is_due(self, every: int) -> bool:
+        looks = self.trained.evidences
+        return self.iteration > 0 and self.iteration % every == 0 and (not looks or looks[-1][0] != self.iteration)
+
     def look(self, evidence: float) -> None:
         self._whole = False
         self.trained.evidences.append((self.iteration, evidence))
         if evidence >= max(value for _, value in self.trained.evidences):
             self.best = model_tensors(self.network)
-        self._whole = True
         self._stop_at_best()
+        self.mark()
 
     def _stop_at_best(self) -> None:
         if self.trained.evidences:
@@ -201,7 +216,7 @@ class _Run:
         tensors = {f"network.{name}": value for name, value in model_tensors(self.network).items()}
         tensors |= {f"optimiser.{name}": value.clone() for name, value in moments.items()}
         tensors |= {f"best.{name}": value for name, value in self.best.items()}
-        tensors["random"] = torch.get_rng_state()
+        tensors["random"] = self._random
         trained = self.trained
         numbers = {"iteration": self.iteration, "losses": trained.losses, "evidences": trained.evidences}
         return tensors, numbers | {"optimiser": facts, "restarts": self.restarts}
@@ -219,3 +234,4 @@ class _Run:
         self.trained.evidences = [(int(when), float(value)) for when, value in entry(facts, "evidences", list)]
         self._stop_at_best()
         torch.set_rng_state(tensors["random"])
+        self.mark()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lapis.errors import DataError, OptionError
-from lapis.options import check_arguments, checked_device, checked_tensor, shown
+from lapis.options import check_arguments, check_count, checked_device, checked_tensor, shown
 
 Array = TypeVar("Array", Tensor, NDArray[Any])
 
@@ -25,6 +26,28 @@ def numbers(name: str, value: Any) -> Tensor:
     except (TypeError, ValueError):
         found = None
     return checked_tensor(name, value if found is None else found)
+
+
+def plain(value: Any) -> Any:
+    """Python's number for a numpy scalar or a 0-d tensor, such as the mean of an image; anything else as it is."""
+    if isinstance(value, Tensor) and (value.device.type == "meta" or value.layout != torch.strided):
+        return value
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray | Tensor) and value.ndim == 0):
+        return value.item()
+    return value
+
+
+def checked_sides(size: Any) -> tuple[int, int]:
+    """(height, width) of one number for both, or of two; each at least 2."""
+    size = plain(size)
+    if isinstance(size, int):
+        size = (size, size)
+    if not isinstance(size, Sequence) or isinstance(size, str) or len(size) != 2:
+        raise OptionError("Bad size", expected="pixels, or (height, width)", got=shown(size), do="pass such a size")
+    height, width = map(plain, size)
+    for side in (height, width):
+        check_count("size", side, least=2)
+    return height, width
 
 
 class LinearOperator:
@@ -66,6 +89,9 @@ class LinearOperator:
             raise OptionError("The matrix is not finite", expected="finite entries", got="inf or nan", do="repair it")
         self._kept: dict[tuple[torch.dtype, torch.device], Any] = {}
         """The matrix in the forms that products have asked for."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(images {self.image_shape} to data {self.data_shape})"
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lapis.errors import OptionError
-from lapis.imaging.operators.linear import LinearOperator
-from lapis.options import check_arguments, check_count
+from lapis.imaging.operators.linear import LinearOperator, checked_sides
+from lapis.options import check_arguments
 
 
-def blur(size: int | tuple[int, int], width: float = 1.0) -> LinearOperator:
+def blur(size: int | Sequence[int], width: float = 1.0) -> LinearOperator:
     """A Gaussian blur of standard deviation `width` pixels; images are reflected at their edges.
 
     >>> A = blur(5)
     >>> bool(np.allclose(A @ np.ones((5, 5)), 1))
     True
     """
-    check_arguments(blur, locals())
-    height, across = _sides(size)
+    check_arguments(blur, locals(), apart=("size",))
+    height, across = checked_sides(size)
     return LinearOperator(
         scipy.sparse.kron(_smoothing(height, width), _smoothing(across, width)), (height, across), (height, across)
     )
@@ -43,10 +44,10 @@ def inpainting(known: Any) -> LinearOperator:
     return LinearOperator(scipy.sparse.identity(mask.size, format="csr")[mask.ravel()], mask.shape)
 
 
-def downsampling(size: int | tuple[int, int], factor: int = 2) -> LinearOperator:
+def downsampling(size: int | Sequence[int], factor: int = 2) -> LinearOperator:
     """Means of factor x factor pixels: what super-resolution undoes. `size` is that of the fine image."""
-    check_arguments(downsampling, locals())
-    height, width = _sides(size)
+    check_arguments(downsampling, locals(), apart=("size",))
+    height, width = checked_sides(size)
     if height % factor or width % factor:
         raise OptionError(
             "The factor does not divide the size",
@@ -66,13 +67,6 @@ def _as_array(known: Any) -> NDArray[Any]:
         return np.asarray(known)
     except (TypeError, ValueError, RuntimeError):  # of no shape, or tensors that numpy cannot read
         return np.empty(0)
-
-
-def _sides(size: int | tuple[int, int]) -> tuple[int, int]:
-    height, width = (size, size) if isinstance(size, int) else size
-    for side in (height, width):
-        check_count("size", side, least=2)
-    return height, width
 
 
 def _smoothing(side: int, width: float) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lapis.errors import OptionError
-from lapis.imaging.operators.linear import Array, LinearOperator, numbers
+from lapis.imaging.operators.linear import Array, LinearOperator, checked_sides, numbers, plain
 from lapis.options import check_arguments, check_count
 
 ALIGNED = 1e-9
@@ -45,14 +45,11 @@ class RayTransform(LinearOperator):
     """
 
     def __init__(
-        self, size: int | tuple[int, int], *, angles: int | Sequence[float] | Tensor = 180, detectors: int | None = None
+        self, size: int | Sequence[int], angles: int | Sequence[float] | Tensor = 180, detectors: int | None = None
     ) -> None:
+        angles, detectors = plain(angles), plain(detectors)
         check_arguments(RayTransform, locals(), apart=("angles", "size"))
-        sides = (size, size) if isinstance(size, int) else size
-        if not isinstance(sides, tuple) or len(sides) != 2:
-            raise OptionError("Bad size", expected="pixels, or (height, width)", got=repr(size), do="pass such a size")
-        for side in sides:
-            check_count("size", side, least=2)
+        sides = checked_sides(size)
         self.angles = _checked_angles(angles)
         """Radians (angles,), float64."""
         count = _diagonal_bins(*sides) if detectors is None else detectors
@@ -60,6 +57,10 @@ class RayTransform(LinearOperator):
         """Of the middles of the detector's bins (detectors,), in pixels from the centre."""
         matrix = scipy.sparse.vstack([_chords(angle, self.positions, *sides) for angle in self.angles], format="csr")
         super().__init__(matrix, sides, (len(self.angles), count))
+
+    def __repr__(self) -> str:
+        height, width = self.image_shape
+        return f"RayTransform(({height}, {width}), angles={len(self.angles)}, detectors={len(self.positions)})"
 
     def fbp(self, sinogram: Array) -> Array:
         """Filtered back-projection: images (..., height, width) of sinograms (..., angles, detectors), or flat to flat.

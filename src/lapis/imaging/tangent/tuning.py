@@ -20,6 +20,7 @@ from lapis.imaging.tangent.iterative import IterativeModel, IterativePosterior
 from lapis.progress import track
 
 Point = Literal["mode", "trained"]
+Groups = Literal["blocks", "one"]
 
 LOG_VARIANCE = (-6.9, 12.0)
 """Bounds of log s^2. A block at the lower one is switched off, for all that the data can tell."""
@@ -97,31 +98,52 @@ def tune(
     fixed_noise: bool = False,
     point: Point = "mode",
     complexity: VariationPrior | None = None,
+    groups: Groups = "blocks",
     max_evaluations: int = EVALUATIONS,
     progress: bool | None = None,
 ) -> Tuned:
     """Maximise the evidence by L-BFGS within the bounds, from the given prior and noise."""
-    count = len(prior.blocks)
-    start = torch.cat([prior.variances.log(), prior.lengths.log(), torch.zeros(1, dtype=torch.float64)])
-    bounds = [LOG_VARIANCE] * count + [LOG_LENGTH] * count + [(0.0, 0.0) if fixed_noise else LOG_NOISE]
+    spread = _spread(len(prior.blocks), groups)
+    free = spread.shape[1] // 2
+    bounds = [LOG_VARIANCE] * free + [LOG_LENGTH] * free + [(0.0, 0.0) if fixed_noise else LOG_NOISE]
     trace: list[float] = []
     bar = track(iter(range(max_evaluations * 2)), "tuning by the evidence", max_evaluations, progress)
 
     def minus(x: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         next(bar, None)
         try:
-            value, gradient = objective(model, torch.from_numpy(x), prior, noise_variance, point, complexity)
+            value, gradient = objective(model, spread @ torch.from_numpy(x), prior, noise_variance, point, complexity)
         except NotPositiveDefiniteError:
             return 1e30, np.zeros_like(x)
         trace.append(value)
-        return -value, -gradient.numpy()
+        return -value, -(gradient @ spread).numpy()
 
     options = {"maxfun": max_evaluations, "maxiter": max_evaluations, "ftol": 1e-9, "maxcor": 20}
-    found = scipy.optimize.minimize(minus, start.numpy(), jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    first = _start(prior, spread).numpy()
+    found = scipy.optimize.minimize(minus, first, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
     bar.close()  # type: ignore[attr-defined]
-    best = torch.from_numpy(found.x)
-    tuned = prior.of(best[:count].exp(), best[count : 2 * count].exp())
-    return Tuned(tuned, float(best[-1].exp()) * noise_variance, -float(found.fun), int(found.nfev), tuple(trace))
+    tuned, noise = _outcome(prior, spread @ torch.from_numpy(found.x))
+    return Tuned(tuned, noise * noise_variance, -float(found.fun), int(found.nfev), tuple(trace))
+
+
+def _spread(count: int, groups: Groups) -> Tensor:
+    """Values of the blocks (log s^2 of each, log l of each, log noise) as a 0/1 matrix times those that are free."""
+    if groups == "blocks":
+        return torch.eye(2 * count + 1, dtype=torch.float64)
+    which = torch.tensor([0] * count + [1] * count + [2])
+    return torch.nn.functional.one_hot(which, 3).to(torch.float64)
+
+
+def _start(prior: FilterPrior, spread: Tensor) -> Tensor:
+    """The free values at the prior: means over the blocks that share one."""
+    values = torch.cat([prior.variances.log(), prior.lengths.log(), torch.zeros(1, dtype=torch.float64)])
+    return values @ spread / spread.sum(0)
+
+
+def _outcome(prior: FilterPrior, values: Tensor) -> tuple[FilterPrior, float]:
+    """Of values of the blocks: the prior, and the noise variance relative to its start."""
+    variances, lengths = values[:-1].exp().chunk(2)
+    return prior.of(variances, lengths), float(values[-1].exp())
 
 
 def tune_by_probes(
@@ -132,22 +154,25 @@ def tune_by_probes(
     fixed_noise: bool = False,
     point: Point = "mode",
     complexity: VariationPrior | None = None,
+    groups: Groups = "blocks",
     steps: int = STEPS,
     progress: bool | None = None,
 ) -> Tuned:
     """Climb the evidence by its gradients from random probes, by Adam with falling steps; the probes stay the same."""
     count = len(prior.blocks)
-    values = torch.cat([prior.variances.log(), prior.lengths.log(), torch.zeros(1, dtype=torch.float64)])
+    spread = _spread(count, groups)
     low = torch.tensor([LOG_VARIANCE[0]] * count + [LOG_LENGTH[0]] * count + [LOG_NOISE[0]], dtype=torch.float64)
     high = torch.tensor([LOG_VARIANCE[1]] * count + [LOG_LENGTH[1]] * count + [LOG_NOISE[1]], dtype=torch.float64)
-    values.requires_grad_()
-    optimiser = torch.optim.Adam([values], lr=RATE, betas=(0.8, 0.99))
+    low, high = ((limits @ spread) / spread.sum(0) for limits in (low, high))
+    free = _start(prior, spread).requires_grad_()
+    optimiser = torch.optim.Adam([free], lr=RATE, betas=(0.8, 0.99))
     signs = torch.randint(2, (PROBES, len(model.data)), generator=model.generator)
     probes = (2 * signs - 1).to(model.data.dtype)
     warm, preconditioner = None, None
     for step in track(range(steps), "tuning by the evidence", steps, progress):
         optimiser.param_groups[0]["lr"] = RATE * (1 - step / steps)
         with torch.enable_grad():
+            values = spread @ free
             there = prior.of(values[:count].exp(), values[count : 2 * count].exp())
             coefficients, noise = there.coefficients(), values[-1].exp() * noise_variance
             here, level = prior.of(there.variances.detach(), there.lengths.detach()), float(noise.detach())
@@ -158,16 +183,15 @@ def tune_by_probes(
             )
             total = coefficients @ by_coefficients + noise * by_noise
             total = total + _beside(model, there, noise, point, complexity)
-            (gradient,) = torch.autograd.grad(-total, values)
+            (gradient,) = torch.autograd.grad(-total, free)
         if fixed_noise:
             gradient[-1] = 0
-        values.grad = gradient
+        free.grad = gradient
         optimiser.step()
         with torch.no_grad():
-            values.clamp_(low, high)
-    found = values.detach()
-    tuned = prior.of(found[:count].exp(), found[count : 2 * count].exp())
-    return Tuned(tuned, float(found[-1].exp()) * noise_variance, None, steps, ())
+            free.clamp_(low, high)
+    tuned, factor = _outcome(prior, spread @ free.detach())
+    return Tuned(tuned, factor * noise_variance, None, steps, ())
 
 
 def tuned_posterior(
@@ -179,6 +203,7 @@ def tuned_posterior(
     point: Point,
     steps: int | None,
     progress: bool | None,
+    groups: Groups = "blocks",
 ) -> tuple[ExactPosterior | IterativePosterior, Tuned]:
     """The posterior under a tuned prior. `complexity`: rate of the TV prior; `steps`: of the search, at most."""
     prior = FilterPrior.standard(model.tangent.blocks)
@@ -186,7 +211,7 @@ def tuned_posterior(
         by_variation = None if complexity is None else VariationPrior(prior.blocks, tuple(model.edges), complexity)
         tuned = tune(
             model, prior, noise_variance, fixed_noise=fixed_noise, point=point, complexity=by_variation,
-            max_evaluations=steps or EVALUATIONS, progress=progress,
+            groups=groups, max_evaluations=steps or EVALUATIONS, progress=progress,
         )  # fmt: skip
         return model.at(tuned.prior, tuned.noise_variance), tuned
     by_variation = None
@@ -196,6 +221,6 @@ def tuned_posterior(
         by_variation = VariationPrior(prior.blocks, edges, complexity)
     tuned = tune_by_probes(
         model, prior, noise_variance, fixed_noise=fixed_noise, point=point, complexity=by_variation,
-        steps=steps or STEPS, progress=progress,
+        groups=groups, steps=steps or STEPS, progress=progress,
     )  # fmt: skip
     return model.at(tuned.prior, tuned.noise_variance), tuned

@@ -1,0 +1,160 @@
+"""The public contract of `lapis.imaging`: numbers of any usual form, groups, warnings, resuming."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapis
+from lapis import imaging
+from lapis.imaging.deep.unet import UNet
+from lapis.imaging.tangent.exact import ExactModel
+from lapis.imaging.tangent.tuning import objective
+
+
+def phantom(size: int) -> Tensor:
+    return imaging.disc(size, size / 3, (0.5, -1.0)) * 0.9
+
+
+def small() -> UNet:
+    torch.manual_seed(0)
+    return UNet((3, 3))
+
+
+@pytest.fixture(scope="module")
+def problem() -> tuple[imaging.RayTransform, Tensor, float]:
+    A = imaging.RayTransform(8, angles=4)
+    clean = A @ phantom(8)
+    noise = 0.1 * float(clean.abs().mean())
+    return A, clean + noise * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0)), noise
+
+
+SAME: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "numpy numbers": ((np.int64(6),), {"angles": np.int64(3), "detectors": np.int32(8)}),
+    "0-d tensors": ((6,), {"angles": torch.tensor(3), "detectors": torch.tensor(8)}),
+    "a list of sides": (([6, 6],), {"angles": 3, "detectors": 8}),
+    "positions": ((6, 3, 8), {}),
+    "a list of angles": ((6,), {"angles": [0, math.pi / 3, 2 * math.pi / 3], "detectors": 8}),
+    "an array of angles": ((6,), {"angles": np.linspace(0, np.pi, 3, endpoint=False), "detectors": 8}),
+    "a tensor of angles": ((6,), {"angles": torch.arange(3, dtype=torch.float64) * math.pi / 3, "detectors": 8}),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_ray_transform_takes_its_numbers_in_any_form(name: str) -> None:
+    places, options = SAME[name]
+    A = imaging.RayTransform(*places, **options)
+    assert repr(A) == "RayTransform((6, 6), angles=3, detectors=8)"
+    assert np.allclose(A.dense(), imaging.RayTransform(6, angles=3, detectors=8).dense(), atol=1e-12)
+
+
+def test_sizes_that_are_none_are_refused() -> None:
+    for size in (True, 6.0, (6,), (6, 6, 6), "66", None, (6, 1)):
+        with pytest.raises(lapis.OptionError):
+            imaging.RayTransform(size, angles=3)
+        with pytest.raises(lapis.OptionError):
+            imaging.blur(size)
+
+
+@pytest.mark.filterwarnings("ignore:The trained network does not explain")
+def test_noise_and_iterations_may_be_scalars_of_numpy_and_torch(
+    problem: tuple[imaging.RayTransform, Tensor, float],
+) -> None:
+    A, data, noise = problem
+    options: dict[str, Any] = {"tuning_steps": 2}
+    one = imaging.reconstruct(A, data, noise=noise, iterations=3, network=small(), **options)
+    two = imaging.reconstruct(A, data, noise=torch.tensor(noise), iterations=np.int64(3), network=small(), **options)
+    three = imaging.reconstruct(A, data.numpy(), noise=np.float32(noise), iterations=3, network=small(), **options)
+    assert torch.allclose(one.mean, two.mean, atol=1e-5)
+    assert torch.allclose(one.mean, three.mean, atol=1e-5)
+    assert one.sample(np.int64(2)).shape == (2, 8, 8)  # type: ignore[arg-type]
+    for wrong in (torch.tensor([noise, noise]), torch.tensor(0.0), np.float64("nan"), torch.empty((), device="meta")):
+        with pytest.raises(lapis.OptionError):
+            imaging.reconstruct(A, data, noise=wrong)  # type: ignore[arg-type]
+
+
+def test_a_network_that_cannot_explain_the_data_is_warned_of(
+    problem: tuple[imaging.RayTransform, Tensor, float],
+) -> None:
+    A, data, noise = problem
+    with pytest.warns(lapis.LapisWarning, match="noise and bounds"):  # pixels of 2.7, which the sigmoid cannot reach
+        found = imaging.reconstruct(A, 3 * data, noise=noise, iterations=60, network=small(), tuning_steps=2)
+    residual = 3 * data - A @ found.network_image
+    assert found.misfit == pytest.approx(float(residual.square().mean().sqrt()) / noise, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The trained network does not explain")
+def test_training_without_total_variation(problem: tuple[imaging.RayTransform, Tensor, float]) -> None:
+    A, data, noise = problem
+    options: dict[str, Any] = {"noise": noise, "iterations": 3, "tuning_steps": 2, "variation": 0}
+    found = imaging.reconstruct(A, data, network=small(), **options)
+    residual = A @ small()(A.fbp(data)[None, None].float())[0].detach().double() - data
+    assert found.trained.losses[0] == pytest.approx(float(residual.square().sum()) / (2 * noise**2), rel=1e-4)
+    with pytest.raises(lapis.OptionError):
+        imaging.reconstruct(A, data, complexity=True, **options)
+
+
+@pytest.mark.filterwarnings("ignore:The trained network does not explain")
+@pytest.mark.parametrize("method", ["exact", "iterative"])
+def test_one_group_has_one_variance_and_one_length_for_all_blocks(
+    method: str, problem: tuple[imaging.RayTransform, Tensor, float]
+) -> None:
+    A, data, noise = problem
+    options: dict[str, Any] = {"noise": noise, "iterations": 30, "rate": 1e-2, "method": method, "point": "mode"}
+    found = imaging.reconstruct(A, data, network=small(), groups="one", **options)
+    assert len(found.prior.blocks) == 5
+    assert bool((found.prior.variances == found.prior.variances[0]).all())
+    assert bool((found.prior.lengths == found.prior.lengths[0]).all())
+    if method == "iterative":
+        return
+    more = found.retuned(point="mode")
+    assert float(more.log_evidence()) >= float(found.log_evidence()) - 1e-6
+    # and it is the best of its kind: the objective falls in either direction of the common variance
+    model = found.posterior.model
+    assert isinstance(model, ExactModel)
+    values = torch.cat([found.prior.variances.log(), found.prior.lengths.log(), torch.zeros(1, dtype=torch.float64)])
+    best = objective(model, values, found.prior, noise**2, "mode", None)[0]
+    assert best == pytest.approx(float(found.log_evidence()), abs=1e-8)
+    for step in (0.2, -0.2):
+        moved = values.clone()
+        moved[:5] += step
+        assert objective(model, moved, found.prior, noise**2, "mode", None)[0] < best
+
+
+@pytest.mark.filterwarnings("ignore:The trained network does not explain")
+def test_stopping_by_the_evidence_goes_on_after_an_interruption_as_if_it_had_not_been(
+    problem: tuple[imaging.RayTransform, Tensor, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lapis.imaging.tangent.iterative.STEPS", 4)  # of Lanczos quadrature, to be quick
+    A, data, noise = problem
+    options: dict[str, Any] = {"noise": noise, "iterations": 4, "stopping": "evidence", "tuning_steps": 2}
+    options |= {"method": "iterative", "rate": 1e-2}
+    whole = imaging.reconstruct(A, data, network=small(), **options)
+
+    class Interrupted(Exception):
+        pass
+
+    network, seen = small(), []
+
+    def stop(module: nn.Module, args: object) -> None:
+        seen.append(module.training)
+        if sum(seen) == 4:  # steps of training; looks run in evaluation mode
+            raise Interrupted
+
+    handle = network.register_forward_pre_hook(stop)
+    with pytest.raises(Interrupted):
+        imaging.reconstruct(A, data, network=network, checkpoint=tmp_path / "image.lapis", **options)
+    handle.remove()
+    network, seen = small(), []
+    network.register_forward_pre_hook(lambda module, args: seen.append(module.training))
+    resumed = imaging.reconstruct(A, data, network=network, checkpoint=tmp_path / "image.lapis", **options)
+    assert sum(seen) == 2  # one step was left, and a last look at the image
+    assert resumed.trained == whole.trained
+    assert len(whole.trained.evidences) >= 3
+    assert torch.equal(resumed.mean, whole.mean)
