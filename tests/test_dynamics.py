@@ -244,6 +244,23 @@ def test_without_matrices_the_data_give_a_start() -> None:
     assert float(model.log_likelihood(y.mT)) > float(alone)
 
 
+def test_constant_columns_are_fitted_to_the_floor() -> None:
+    """The states tell them exactly: their noise, and that of their state, would go to zero, and with it the density."""
+    y = torch.stack([normal(3, 15).cumsum(0), torch.full((15,), 7.0, dtype=DOUBLE)], 1)
+    with pytest.warns(lapis.LapisWarning, match=r"Columns \[1\]"):
+        model = LinearDynamics(2).fit(y, rounds=40, tolerance=0.3)
+    assert torch.tensor(model.bounds_).diff().min() > -1e-6
+    torch.testing.assert_close(model.forecast(3).means[:, 1], torch.full((3,), 7.0, dtype=DOUBLE), atol=1e-3, rtol=0)
+    with pytest.warns(lapis.LapisWarning, match="constant"):
+        alone = LinearDynamics(1).fit(y[:, 1], rounds=40, tolerance=0.3)
+    assert float(alone.forecast(1).interval()[1]) == pytest.approx(7.0, abs=1e-2)
+
+
+def test_a_list_of_rows_is_one_sequence_where_there_are_columns() -> None:
+    model, y = LinearDynamics(**matrices()), normal(0, 5, 2)
+    torch.testing.assert_close(model.filter(y.tolist()).means, model.filter(y).means)
+
+
 def test_bad_input_is_refused() -> None:
     given = matrices()
     model = LinearDynamics(**given)

@@ -110,8 +110,13 @@ def test_acceleration_ends_where_em_does_in_fewer_rounds() -> None:
 def test_minibatches_come_close_to_the_optimum() -> None:
     data = table(0.2, 1).repeat(10, 1)
     exact = em(start(3.0, 5.0), data, rounds=2000, tolerance=1e-10)
-    found = em(start(3.0, 5.0), data, rounds=20, batch_size=50)
-    assert log_likelihood(found.model, data) > exact.bounds[-1] - 0.002 * len(data)
+    for tolerance, gap in ((1e-6, 1e-4), (1e-3, 1e-3)):
+        found = em(start(3.0, 5.0), data, batch_size=50, tolerance=tolerance)
+        assert found.converged
+        assert log_likelihood(found.model, data) > exact.bounds[-1] - gap * len(data)
+        assert found.rounds == len(found.bounds) < (40 if tolerance < 1e-5 else 12)
+    with pytest.warns(lapis.LapisWarning, match="too few to judge"):
+        assert not em(start(3.0, 5.0), data, rounds=5, batch_size=50).converged
 
 
 def test_restarts_keep_the_best_and_tell_all() -> None:
@@ -132,6 +137,12 @@ class Broken(TwoGaussians):
         return replace(self, means=self.means - 1)
 
 
+@dataclass(frozen=True)
+class Unbounded(TwoGaussians):
+    def moved(self) -> float:
+        return 1.0
+
+
 def test_what_goes_wrong_is_said() -> None:
     data = table(0.2)
     with pytest.raises(lapis.DataError, match="bound fell"):
@@ -144,6 +155,12 @@ def test_what_goes_wrong_is_said() -> None:
         em(start(), data * float("inf"))
     with pytest.raises(lapis.OptionError, match="model"):
         em(3, data)  # type: ignore[type-var]
+    with pytest.raises(lapis.OptionError, match="start is no model"):
+        em(lambda source: 3, data)  # type: ignore[type-var, arg-type, return-value]
+    with pytest.raises(lapis.OptionError, match="accelerated"):
+        em(start(), data, batch_size=5, accelerate=True)
+    with pytest.raises(lapis.OptionError, match="bound"):
+        em(Unbounded(**vars(start())), data, batch_size=5)
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,36 @@ def test_labels_known_in_part_match_a_naive_reference() -> None:
     assert (hard.predict(x)[labels >= 0] == labels[labels >= 0]).mean() > 0.8
 
 
+def test_labels_may_come_in_any_usual_form() -> None:
+    x, y = clusters(1, each=15)
+    labels = np.where(np.arange(len(y)) % 3 == 0, y, -1)
+    known = np.eye(3)[y]
+    known[labels < 0] = np.nan
+    expected = GaussianMixture(3).fit(x, labels=labels).means_
+    for other in (labels.tolist(), torch.tensor(labels), np.where(labels < 0, np.nan, labels), known, 5 * known):
+        np.testing.assert_allclose(GaussianMixture(3).fit(x, labels=other).means_, expected)
+    np.testing.assert_allclose(GaussianMixture(3).fit(x, labels).means_, expected)  # by position
+    np.testing.assert_allclose(GaussianMixture(3).fit(torch.tensor(x, requires_grad=True), labels).means_, expected)
+    every = GaussianMixture(3).fit(x, labels=y).means_
+    for other in (np.eye(3, dtype=int)[y], np.eye(3, dtype=bool)[y], y.astype(np.float32)):
+        np.testing.assert_allclose(GaussianMixture(3).fit(x, labels=other).means_, every)
+    with pytest.warns(lapis.LapisWarning, match="labels="):
+        np.testing.assert_allclose(GaussianMixture(3).fit(x, y).means_, every)
+
+
+@pytest.mark.parametrize("kind", ["full", "diagonal"])
+def test_the_bayesian_mixture_takes_singular_data(kind: Any) -> None:
+    """More columns than rows, rows that repeat, constant columns: the prior is raised, the bound does not fall."""
+    x, _ = clusters(0, each=8, dimensions=30)
+    repeated = np.repeat(x[:2, :3], 20, 0) + np.array([0.0, 0.0, 1.0])
+    for data in (x[:10], repeated):
+        mixture = quietly(BayesianGaussianMixture(2, kind), data)
+        assert (np.diff(mixture.bounds_) > -1e-8 * abs(mixture.bounds_[-1])).all()
+        assert np.isfinite(mixture.score_samples(data)).all()
+
+
 def test_the_estimators_keep_scikit_learns_rules() -> None:
-    for estimator in (GaussianMixture(), BayesianGaussianMixture()):
+    for estimator in (GaussianMixture(), BayesianGaussianMixture(), GaussianMixture(3)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of checks that are skipped, and of constant data
             check_estimator(estimator, on_fail="raise")
@@ -206,8 +234,10 @@ def test_bad_input_is_said_and_degenerate_components_too() -> None:
     ):
         with pytest.raises(lapis.DataError, match=words):
             GaussianMixture(3).fit(x, labels=labels)
-    with pytest.raises(lapis.OptionError, match="labels"):
-        GaussianMixture(3).fit(x, np.where(y == 0, -1, y))
+    with pytest.raises(lapis.DataError, match="labels"):
+        GaussianMixture(2).fit(x, np.where(y == 0, -1, y))
+    with pytest.warns(lapis.LapisWarning, match="y is not used"):
+        GaussianMixture(2).fit(x, np.linspace(0, 1, len(x)))
     with pytest.raises(ValueError, match="too few"):
         GaussianMixture(5).fit(x[:3])
     with pytest.raises(ValueError, match="NaN"):

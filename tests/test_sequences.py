@@ -243,7 +243,7 @@ def test_states_far_apart_are_found() -> None:
     path = torch.cat(model.viterbi(list(sequences)))
     wrong = (path != torch.cat(states)).double().mean()
     assert min(float(wrong), 1 - float(wrong)) < 0.03
-    batches = HiddenMarkov(2, "gaussian").fit(list(sequences), rounds=30, batch_size=1, restarts=1)
+    batches = HiddenMarkov(2, "gaussian").fit(list(sequences), tolerance=1e-4, batch_size=1, restarts=1)
     assert float(batches.log_likelihood(list(sequences)).sum()) > model.bounds_[-1] - 0.05 * 125
 
 
@@ -309,6 +309,24 @@ def test_float32_is_near_float64() -> None:
     assert float(single.log_likelihood(sequence)) == pytest.approx(float(exact.log_likelihood(sequence)), rel=1e-6)
 
 
+def test_symbols_that_are_missing_are_fitted_over() -> None:
+    """NaN in place of symbols that say nothing: the counts are those of the others."""
+    one = HiddenMarkov(1, symbols=3).fit([[0, 1, 1, NAN], [NAN, 2]])
+    found = emitted(one)
+    assert isinstance(found, DiscreteEmissions)
+    torch.testing.assert_close(found.probabilities, torch.tensor([[0.25, 0.5, 0.25]], dtype=DOUBLE))
+
+
+def test_a_list_is_one_sequence_or_many() -> None:
+    model, y = gaussian_model(), torch.randn(4, 2, generator=generator_of(3), dtype=DOUBLE)
+    whole = model.posterior(y)
+    torch.testing.assert_close(model.posterior(y.tolist()), whole)  # rows have two columns: it is one
+    torch.testing.assert_close(model.posterior([y.tolist()])[0], whole)
+    symbols = symbols_model()
+    assert symbols.viterbi(list(np.array([0, 2, 1]))).tolist() == symbols.viterbi([0, 2, 1]).tolist()
+    assert [len(path) for path in symbols.viterbi([[0, 2], [1, 1]])] == [2, 2]
+
+
 def test_bad_sequences_are_refused() -> None:
     model = symbols_model(2, 3)
     for bad, words in (([0, 3], "symbol"), ([0, -1], "whole number"), ([0.5], "whole number"), ([], "no sequence"),
@@ -325,6 +343,9 @@ def test_bad_sequences_are_refused() -> None:
         HiddenMarkov(2, "gaussian").fit([0.0, math.inf])
     with pytest.raises(lapis.DataError, match="in part"):
         HiddenMarkov(2, "gaussian").fit([[[0.0, NAN], [1.0, 2.0]]])
+    for kind, bad in (("gaussian", [1.0, 2.0]), ("discrete", [0, 1]), ("gaussian", [NAN] * 5), ("discrete", [NAN] * 5)):
+        with pytest.raises(lapis.DataError, match="too few"):
+            HiddenMarkov(3, kind).fit(bad)  # type: ignore[arg-type]
     never = HiddenMarkov(2, DiscreteEmissions(torch.eye(2)), initial=torch.tensor([1.0, 0.0]), transitions=torch.eye(2))
     for call in (never.posterior, never.viterbi, never.log_likelihood, never.fit):
         with pytest.raises(lapis.DataError, match=r"Sequence 1 has probability zero.* step 2"):

@@ -109,6 +109,9 @@ def test_a_network_can_be_q_and_stays_as_it_was() -> None:
     elbo, error = fit.elbo(500)
     assert log_p - elbo < 0.6 + 4 * error
     assert fit.of(normal(9, 3, 4)).means.shape == (3, 2)
+    with pytest.warns(lapis.LapisWarning, match="climbing"):
+        told = variational_em(known, nn.Linear(4, 4, dtype=DOUBLE), Y, rounds=2)
+    assert told.n_latent == 2
 
 
 class Factors(nn.Module):
@@ -187,6 +190,9 @@ def test_bad_input_is_refused() -> None:
         variational_em(lambda y, z: z.sum(), "full", Y, n_latent=2)
     with pytest.raises(lapis.ModelError, match="network of q"):
         variational_em(known, nn.Linear(4, 3, dtype=DOUBLE), Y, n_latent=2)
+    for q in ("full", nn.Linear(4, 5, dtype=DOUBLE)):
+        with pytest.raises(lapis.OptionError, match="n_latent"):
+            variational_em(known, q, Y)  # type: ignore[arg-type]
     with pytest.raises(lapis.DataError, match="finite"):
         variational_em(known, "full", Y * math.nan, n_latent=2, rounds=2)
     with pytest.raises(lapis.DataError, match="data"):

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from lapis.errors import DataError, OptionError
 from lapis.latent.driver import Expected, Fit, LatentModel
-from lapis.latent.estimator import MixtureEstimator
+from lapis.latent.estimator import FLOOR, MixtureEstimator
+from lapis.latent.floor import raised
 from lapis.latent.mixture_model import CHUNK, Rows, gathered
 from lapis.options import check_arguments
 
@@ -203,7 +204,8 @@ class BayesianGaussianMixture(MixtureEstimator):
         covariance: "full" or "diagonal".
         concentration: of the Dirichlet prior of the weights; 1 / n_components when None.
         mean_strength: beta_0, rows that the prior mean, that of the data, counts for.
-        freedom: nu_0, rows that the prior covariance, that of the data, counts for; D (diagonal: 1) when None.
+        freedom: nu_0, rows that the prior covariance, that of the data, counts for; D (diagonal: 1) when None. Its
+            variances are at least a millionth of the mean variance of the columns, in every direction.
         rounds, tolerance, restarts, random_state, progress: as in `GaussianMixture`.
 
     Attributes:
@@ -261,17 +263,19 @@ class BayesianGaussianMixture(MixtureEstimator):
         assert r is not None, "it always starts from responsibilities"
         count, size = self.n_components, rows.x.shape[1]
         diagonal = self.covariance == "diagonal"
-        least = 1 if diagonal else size
-        freedom = float(least if self.freedom is None else self.freedom)
-        if freedom <= least - 1:
+        fewest = 1 if diagonal else size
+        freedom = float(fewest if self.freedom is None else self.freedom)
+        if freedom <= fewest - 1:
             raise OptionError(
-                "Bad freedom", expected=f"more than {least - 1}", got=repr(self.freedom), do="raise it, or leave it out"
+                "Bad freedom",
+                expected=f"more than {fewest - 1}",
+                got=repr(self.freedom),
+                do="raise it, or leave it out",
             )
-        variances = rows.x.square().mean(0)
-        smallest = 1e-12 * max(float(variances.mean()), 1e-300)
-        spread = variances.clamp_min(smallest) if diagonal else rows.x.mT @ rows.x / len(rows)
-        if not diagonal:
-            spread = spread + smallest * torch.eye(size, dtype=torch.float64)
+        spread = rows.x.square().mean(0) if diagonal else rows.x.mT @ rows.x / len(rows)
+        mean_variance = float(rows.x.square().mean())
+        least = FLOOR * (mean_variance if mean_variance > 0 else 1.0)  # constant columns, and more columns than rows
+        spread = raised(spread, spread.new_tensor(least), full=not diagonal)
 
         def each(value: float) -> Tensor:
             return torch.full((count,), float(value), dtype=torch.float64)

@@ -98,7 +98,7 @@ class Fit(Generic[Model]):
     bounds: tuple[float, ...]
     """B after every E-step (the log likelihood, and log prior); minibatches: estimates of it."""
     half_steps: tuple[float, ...]
-    """B after every half-step: E, M, E, M, and so on."""
+    """B after every half-step: E, M, E, M, and so on; with minibatches as `bounds`."""
     converged: bool
     reason: str
     rounds: int
@@ -124,7 +124,8 @@ def em(
         model: where to start; or a function of a generator that makes starts, for `restarts`.
         data: what the model's `expectation` takes; for minibatches a tensor, or a list of sequences.
         rounds: at most so many E- and M-steps from each start.
-        tolerance: ends when a round raises the bound by less than this many nats a datum.
+        tolerance: ends when a round raises the bound by less than this many nats a datum; with minibatches, when three
+            epochs raise it by less than three times that.
         restarts: starts, of which the best is kept.
         batch_size: data a step, for stochastic EM: statistics are averaged with a rate of (2 + t)^-0.7.
         accelerate: extrapolate from every two steps (SQUAREM), and take it only where the bound does not fall.
@@ -150,10 +151,11 @@ def em(
     ends: list[float] = []
     for _ in range(restarts):
         start = model if isinstance(model, LatentModel) else model(source)
+        _startable(start, accelerate, batch_size)
         if batch_size is None:
             found = ascend(start, data, rounds=rounds, tolerance=tolerance, accelerate=accelerate, progress=progress)
         else:
-            found = _stochastic(start, data, rounds, batch_size, source, progress)
+            found = _stochastic(start, data, rounds, tolerance, batch_size, source, progress)
         if not found.bounds and restarts > 1:
             raise OptionError(
                 "Starts cannot be compared",
@@ -165,13 +167,35 @@ def em(
         if best is None or found.bounds[-1] > best.bounds[-1]:
             best = found
     assert best is not None
-    if not best.converged and batch_size is None:
+    if not best.converged:
         warnings.warn(
             f"EM was still climbing: {best.reason}. Raise rounds ({rounds}), or tolerance ({tolerance:g}).",
             LapisWarning,
             stacklevel=2,
         )
     return Fit(best.model, best.bounds, best.half_steps, best.converged, best.reason, best.rounds, tuple(ends))
+
+
+def _startable(start: object, accelerate: bool, batch_size: int | None) -> None:
+    """Raise unless EM can begin at `start` with these options."""
+    if not isinstance(start, LatentModel):
+        raise OptionError(
+            "A start is no model", expected="a LatentModel", got=type(start).__name__, do="let the function make one"
+        )
+    if batch_size is None:
+        return
+    if accelerate:
+        raise OptionError(
+            "Minibatches cannot be accelerated",
+            expected="accelerate=True or batch_size: whether an extrapolation is taken, the bound of all data decides",
+            got="both",
+            do="leave one out",
+        )
+    if start.moved() is not None:
+        raise OptionError(
+            "Minibatches need a bound", expected="a model with log_joint", got=type(start).__name__,
+            do="leave batch_size out",
+        )  # fmt: skip
 
 
 def ascend(
@@ -255,15 +279,19 @@ def _leap(before: Model, after: Model, data: Any, floor: float) -> Model:
 
 
 def _stochastic(
-    model: Model, data: Any, rounds: int, batch_size: int, source: torch.Generator, progress: bool | None
-) -> Fit[Model]:
-    """Stochastic EM: running averages of the statistics, an M-step after every minibatch; `rounds` are epochs."""
+    model: Model, data: Any, rounds: int, tolerance: float, batch_size: int, source: torch.Generator,
+    progress: bool | None,
+) -> Fit[Model]:  # fmt: skip
+    """Stochastic EM: running averages of the statistics, an M-step after every minibatch; `rounds` are epochs.
+
+    Estimates of an epoch's bound are noisy, so three epochs are compared with the three before them.
+    """
     total = len(data)
     if total < 1:
         raise DataError("There is no data", expected="at least one datum", got="none", do="pass some")
     averaged: Expected | None = None
     bounds: list[float] = []
-    steps = 0
+    steps, gain = 0, math.inf
     for _ in track(range(rounds), "epochs of EM", rounds, progress):
         order = torch.randperm(total, generator=source)
         estimate = 0.0
@@ -277,8 +305,16 @@ def _stochastic(
             model = model.maximisation(averaged)
             steps += 1
         bounds.append(_finite(estimate))
-    reason = f"{rounds} epochs of {math.ceil(total / batch_size)} steps"
-    return Fit(model, tuple(bounds), tuple(bounds), False, reason, rounds)
+        if len(bounds) >= 6:
+            gain = (sum(bounds[-3:]) - sum(bounds[-6:-3])) / 3
+        assert averaged is not None
+        if gain <= 3 * tolerance * averaged.count:
+            break
+    assert averaged is not None
+    converged = gain <= 3 * tolerance * averaged.count
+    told = f"raised the bound by {gain:.3g} nats" if len(bounds) >= 6 else "are too few to judge"
+    reason = f"the last 3 of {len(bounds)} epochs {told}"
+    return Fit(model, tuple(bounds), tuple(bounds), converged, reason, len(bounds))
 
 
 def _finite(bound: float) -> float:

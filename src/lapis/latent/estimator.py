@@ -62,26 +62,23 @@ class MixtureEstimator(DensityMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
         Args:
             X: data (N, D).
-            y: not used, as in scikit-learn's mixtures; known classes are `labels`.
-            labels: classes that are known: whole numbers (N,) from 0 to n_components - 1, and -1 where unknown; or
-                soft labels (N, n_components), each row proportional to p(label | class), and NaN where unknown.
+            y: `labels`, by position; what cannot be labels is not used, with a warning.
+            labels: classes that are known: whole numbers (N,) from 0 to n_components - 1, and -1 (or NaN) where
+                unknown; or soft labels (N, n_components), each row proportional to p(label | class), and NaN where
+                unknown.
         """
         self._check_options()
-        array = validate_data(self, X, dtype=np.float64, ensure_min_samples=2)
+        array = validate_data(self, _plain(X), dtype=np.float64, ensure_min_samples=2)
         if len(array) < self.n_components:
             raise ValueError(
                 f"n_samples={len(array)} is too few for {self.n_components} components; expected at least one row each"
             )
-        if y is not None and labels is None and np.ndim(y) == 1 and _partly_known(y):
-            raise OptionError(
-                "y is not used, but looks like classes that are known in part",
-                expected="labels=...",
-                got="y with some -1",
-                do="pass known classes as labels=",
-            )
+        log_labels = _log_labels(labels, len(array), self.n_components)
+        if y is not None and labels is None:
+            log_labels = _by_position(y, len(array), self.n_components)
         x = torch.tensor(array)
         centre = x.mean(0)
-        rows = Rows(x - centre, _log_labels(labels, len(x), self.n_components))
+        rows = Rows(x - centre, log_labels)
         spread = float((x - centre).square().mean())
         floor = self.floor * spread if spread > 0 else self.floor
         constant = _constant_columns(rows.x)
@@ -138,7 +135,7 @@ class MixtureEstimator(DensityMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     def _new(self, X: Any) -> Tensor:
         check_is_fitted(self)
-        return torch.tensor(validate_data(self, X, dtype=np.float64, reset=False))
+        return torch.tensor(validate_data(self, _plain(X), dtype=np.float64, reset=False))
 
     # checks --------------------------------------------------------------------------------------------
 
@@ -186,9 +183,29 @@ def _seed(random: Any) -> int:
     )
 
 
-def _partly_known(y: Any) -> bool:
-    values = np.asarray(y)
-    return values.dtype.kind in "iu" and bool((values == -1).any()) and len(np.unique(values)) > 2
+def _plain(X: Any) -> Any:
+    """Without a graph, where X is a tensor."""
+    return X.detach().cpu().numpy() if isinstance(X, Tensor) else X
+
+
+def _by_position(y: Any, rows: int, components: int) -> Tensor | None:
+    """Labels that came as y: as scikit-learn's estimators take them, or nothing where they can be none."""
+    values = np.asarray(_plain(y))
+    try:
+        found = _log_labels(values, rows, components)
+    except DataError as error:
+        if values.dtype.kind in "iu" and bool((values == -1).any()):
+            raise
+        warnings.warn(f"y is not used. {error}", LapisWarning, stacklevel=3)
+        return None
+    if found is not None and bool((found.amin(1) < 0).all()):
+        warnings.warn(
+            "y is taken for the components of all rows, which leaves nothing to find: pass it as labels= if it is "
+            "meant so, or leave it out.",
+            LapisWarning,
+            stacklevel=3,
+        )
+    return found
 
 
 def _log_labels(labels: Any, rows: int, components: int) -> Tensor | None:
@@ -196,10 +213,12 @@ def _log_labels(labels: Any, rows: int, components: int) -> Tensor | None:
     if labels is None:
         return None
     try:
-        values = torch.as_tensor(np.asarray(labels))
+        values = torch.as_tensor(np.asarray(_plain(labels)))
     except (TypeError, ValueError) as error:
         raise _bad_labels(rows, components, type(labels).__name__) from error
-    if values.shape == (rows,) and not values.is_complex() and values.dtype != torch.bool:
+    real = not values.is_complex()
+    if values.shape == (rows,) and real and values.dtype != torch.bool:
+        values = torch.where(values.isnan(), -1, values)
         whole = values.long()
         if values.is_floating_point() and not bool((whole == values).all()):
             raise _bad_labels(rows, components, "numbers that are not whole")
@@ -207,7 +226,7 @@ def _log_labels(labels: Any, rows: int, components: int) -> Tensor | None:
             raise _bad_labels(rows, components, f"{int(whole.min())} to {int(whole.max())}")
         known = torch.nn.functional.one_hot(whole.clamp_min(0), components).double()
         values = torch.where(whole[:, None] < 0, 1.0, known)
-    elif values.shape == (rows, components) and values.is_floating_point():
+    elif values.shape == (rows, components) and real:
         values = values.double()
         unknown = values.isnan().all(1, keepdim=True)
         values = torch.where(unknown, 1.0, values)

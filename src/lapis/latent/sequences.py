@@ -14,10 +14,12 @@ from lapis.errors import DataError
 from lapis.options import shown
 
 
-def as_sequences(value: Any) -> tuple[list[Tensor], bool]:
+def as_sequences(value: Any, width: int = 1) -> tuple[list[Tensor], bool]:
     """Sequences as tensors (T,) or (T, D), and whether one came alone.
 
-    One alone is an array of one or two axes, or a list of numbers. Many are a list of such, or an array (B, T, D).
+    One alone is an array of one or two axes, or a list of numbers. Many are a list of such, or an array (B, T, D). A
+    list of lists of numbers is many sequences (T,), but where rows are known to have a `width` above 1: there it is one
+    sequence (T, D).
     """
     if isinstance(value, (Tensor, np.ndarray)):
         array = as_real(value)
@@ -25,9 +27,12 @@ def as_sequences(value: Any) -> tuple[list[Tensor], bool]:
             return [_one(each) for each in array], False
         return [_one(array)], True
     if isinstance(value, (list, tuple)) and value:
-        if isinstance(value[0], (int, float)):
+        if np.ndim(value[0]) == 0 and not isinstance(value[0], str):
             return [_one(as_real(value))], True
-        return [_one(as_real(each)) for each in value], False
+        parts = [_one(as_real(each)) for each in value]
+        if width > 1 and all(part.shape == (width,) for part in parts):
+            return [torch.stack(parts)], True
+        return parts, False
     raise _refusal(value)
 
 

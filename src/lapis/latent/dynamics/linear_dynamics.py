@@ -13,7 +13,7 @@ from lapis.errors import DataError, OptionError
 from lapis.latent.driver import em
 from lapis.latent.dynamics.kalman import NAMES, Filtered, Series, System, kalman_filter, predict, smoother
 from lapis.latent.dynamics.model import DynamicsModel
-from lapis.latent.dynamics.starts import of_data, of_known_dynamics
+from lapis.latent.dynamics.starts import FLOOR, of_data, of_known_dynamics, smallest_noise
 from lapis.latent.sequences import as_sequences
 from lapis.options import check_arguments, check_between, shown
 
@@ -210,6 +210,7 @@ class LinearDynamics:
             start = DynamicsModel(self._start(series), frozenset(fixed), self.diagonal)
             if fixed >= set(NAMES):
                 raise OptionError("Nothing is left to fit", expected="a matrix not in fixed", got="none", do="free one")
+            start = start.with_least(smallest_noise(series), FLOOR)
             found = em(start, series, rounds=rounds, tolerance=tolerance, accelerate=accelerate, progress=progress)
         self._set({name: getattr(found.model.system.to(self.dtype), name) for name in NAMES})
         self.bounds_, self.converged_, self._last = found.bounds, found.converged, sequences
@@ -284,10 +285,10 @@ class LinearDynamics:
 
     def _series(self, sequences: Any, dtype: torch.dtype) -> tuple[Series, bool, bool]:
         """Padded observations, whether one sequence came alone, and whether a list came."""
-        parts, alone = as_sequences(sequences)
+        known = [t.shape[0] for t in (self._given["C"], self._given["R"], self.C_) if t is not None]
+        parts, alone = as_sequences(sequences, known[0] if known else 1)
         rows = [(part if part.dim() == 2 else part[:, None]).to(dtype) for part in parts]
         widths = {row.shape[1] for row in rows}
-        known = [t.shape[0] for t in (self._given["C"], self._given["R"], self.C_) if t is not None]
         if len(widths) > 1 or (known and widths != {known[0]}):
             expected = f"{known[0]} columns" if known else "as many columns in all"
             raise DataError("Bad observations", expected=expected, got=str(sorted(widths)), do="check the sequences")

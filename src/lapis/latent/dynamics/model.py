@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from lapis.errors import OptionError
 from lapis.latent.driver import Expected, LatentModel
 from lapis.latent.dynamics.kalman import NAMES, Filtered, Series, System, kalman_filter, smoother
+from lapis.latent.floor import raised
 
 Sums = Mapping[str, Tensor]
 
@@ -29,6 +30,8 @@ class DynamicsModel(LatentModel):
     fixed: frozenset[str]
     diagonal: frozenset[str]
     """Of "Q" and "R"."""
+    least: Mapping[str, Tensor] = field(default_factory=dict)
+    """Smallest variances of Q, R and P: what is told exactly has a density still (`lapis.latent.floor`)."""
 
     def expectation(self, data: Series) -> Expected:
         filtered = kalman_filter(self.system, data)
@@ -104,13 +107,14 @@ class DynamicsModel(LatentModel):
         if "C" not in held:
             new = replace(new, C=sums["C"] + _solved(sums["zz"], sums["ez"]))
         if "Q" not in held and float(sums["steps"]) > 0:
-            new = replace(new, Q=self._shaped("Q", _noise_scatter(new, sums) / sums["steps"]))
+            new = replace(new, Q=self._raised("Q", self._shaped("Q", _noise_scatter(new, sums) / sums["steps"])))
         if "R" not in held:
-            new = replace(new, R=self._shaped("R", _scatter(new.C - sums["C"], sums, "ee", "ez", "zz") / sums["rows"]))
+            free = self._shaped("R", _scatter(new.C - sums["C"], sums, "ee", "ez", "zz") / sums["rows"])
+            new = replace(new, R=self._raised("R", free))
         if "m" not in held:
             new = replace(new, m=sums["m"] + sums["first"] / sums["sequences"])
         if "P" not in held:
-            new = replace(new, P=_first_scatter(new, sums) / sums["sequences"])
+            new = replace(new, P=self._raised("P", _first_scatter(new, sums) / sums["sequences"]))
         return replace(self, system=new)
 
     def _free(self) -> list[str]:
@@ -136,11 +140,25 @@ class DynamicsModel(LatentModel):
             if name in "QRP":
                 root = value.tril(-1) + value.diagonal().exp().diag()
                 value = root @ root.mT
-            found[name] = value
+            found[name] = self._raised(name, value)
         return replace(self, system=replace(self.system, **found))
 
     def _shaped(self, name: str, covariance: Tensor) -> Tensor:
         return covariance.diagonal().diag() if name in self.diagonal else (covariance + covariance.mT) / 2
+
+    def _raised(self, name: str, covariance: Tensor) -> Tensor:
+        """With variances no smaller than `least`; matrices that are no covariances as they are."""
+        if name not in self.least:
+            return covariance
+        if name in self.diagonal:
+            return torch.maximum(covariance.diagonal(), self.least[name]).diag()
+        return raised(covariance, self.least[name], full=True)
+
+    def with_least(self, noise: Tensor, share: float) -> DynamicsModel:
+        """For a fit: R no smaller than this (D,), and Q and P than a share of where they start."""
+        least = {"R": noise, "Q": share * self.system.Q.diagonal(), "P": share * self.system.P.diagonal()}
+        held = replace(self, least={name: value for name, value in least.items() if name not in self.fixed})
+        return replace(held, system=replace(self.system, R=held._raised("R", self.system.R)))
 
     def log_joint(self, expected: Expected) -> Tensor:
         """Of the parts that are fitted; what is held is constant, and left out."""

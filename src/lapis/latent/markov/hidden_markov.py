@@ -126,7 +126,8 @@ class HiddenMarkov:
             progress: show a bar; by default on a terminal only.
         """
         check_arguments(HiddenMarkov.fit, locals())
-        data = self._observed(sequences, labels, self._given[2], DOUBLE)
+        data, _ = self._observed(sequences, labels, self._given[2], DOUBLE)
+        self._enough(data)
         if batch_size is not None and isinstance(self._given[2], NetworkEmissions):
             raise OptionError(
                 "Networks have no sums that minibatches could add to", expected="no batch_size", got=str(batch_size),
@@ -178,12 +179,26 @@ class HiddenMarkov:
         return MarkovModel(self.initial_, self.transitions_, self.emissions_, self.pseudo_count)
 
     def _seen(self, sequence: Any, labels: Any) -> tuple[Observed, bool]:
-        emissions = self._model().emissions
-        return self._observed(sequence, labels, emissions, self.dtype), as_sequences(sequence)[1]
+        return self._observed(sequence, labels, self._model().emissions, self.dtype)
 
-    def _observed(self, sequences: Any, labels: Any, emissions: Emissions | None, dtype: torch.dtype) -> Observed:
-        """Checked rows of all sequences."""
-        parts, alone = as_sequences(sequences)
+    def _enough(self, data: Observed) -> None:
+        """Raise unless there are observations, and where the emissions are to be found, no fewer than states."""
+        seen = data.rows >= 0 if data.rows.dim() == 1 else ~data.rows.isnan().all(1)
+        least = self.n_states if self._given[2] is None else 1
+        if int(seen.sum()) < least:
+            raise DataError(
+                "There are too few observations to fit",
+                expected=f"at least {least} that are not missing",
+                got=f"{int(seen.sum())}",
+                do="pass more, or ask for fewer states",
+            )
+
+    def _observed(
+        self, sequences: Any, labels: Any, emissions: Emissions | None, dtype: torch.dtype
+    ) -> tuple[Observed, bool]:
+        """Checked rows of all sequences, and whether one came alone."""
+        width = emissions.means.shape[1] if isinstance(emissions, GaussianEmissions) else 1
+        parts, alone = as_sequences(sequences, width)
         widths = {tuple(part.shape[1:]) for part in parts}
         if len(widths) > 1:
             got = " and ".join(str(width) for width in sorted(widths))
@@ -194,7 +209,8 @@ class HiddenMarkov:
             rows = emissions.to(dtype).read(rows)
         else:
             rows = read_symbols(rows) if self.kind == "discrete" else read_vectors(rows).to(dtype)
-        return Observed(rows, lengths, None if labels is None else self._states(labels, lengths, alone))
+        states = None if labels is None else self._states(labels, lengths, alone)
+        return Observed(rows, lengths, states), alone
 
     def _states(self, labels: Any, lengths: tuple[int, ...], alone: bool) -> Tensor:
         """Known states of all rows, (N,)."""
@@ -220,7 +236,7 @@ class HiddenMarkov:
         if given is None and self.kind == "discrete":
             count = max(int(data.rows.max()) + 1, 1) if self.symbols is None else self.symbols
             emissions: Emissions = random_symbols(data.rows, data.states, states, count, source)
-            emissions.read(data.rows)
+            emissions.read(data.rows.clamp_min(0))  # those that are missing are -1
         elif given is None:
             emissions = clustered(data.rows, data.states, states, self.covariance == "diagonal", self.floor, source)
             emissions.read(data.rows)

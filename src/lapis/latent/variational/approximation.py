@@ -108,6 +108,22 @@ class Amortised(Approximation):
         return Gaussians(means, deviations[..., None] * unit)
 
 
+def latent_size(q: Any, data: Any) -> int:
+    """L, where it was not told: half the outputs of a network."""
+    outputs = None
+    if isinstance(q, nn.Module):
+        with torch.no_grad():
+            outputs = q(*data) if isinstance(data, tuple) else q(data)
+        if isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] % 2 == 0 and outputs.shape[1]:
+            return outputs.shape[1] // 2
+    raise OptionError(
+        "Nothing says how many latent variables a datum has",
+        expected="n_latent, or a network with an even number of outputs",
+        got=shown(q if outputs is None else outputs),
+        do="pass n_latent",
+    )
+
+
 def approximation(q: Any, count: int, latent: int, dtype: torch.dtype) -> Approximation:
     """q as it was asked for."""
     if isinstance(q, nn.Module):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lapis.errors import DataError, LapisWarning, ModelError, OptionError
-from lapis.latent.variational.approximation import Approximation, Gaussians, approximation
+from lapis.latent.variational.approximation import Approximation, Gaussians, approximation, latent_size
 from lapis.options import check_arguments, checked_tensor, shown
 from lapis.progress import track
 
@@ -79,7 +79,7 @@ def variational_em(
     q: Literal["mean_field", "full"] | nn.Module,
     data: Any,
     *,
-    n_latent: int,
+    n_latent: int | None = None,
     parameters: Mapping[str, Tensor] | None = None,
     rounds: int = 200,
     steps: int = 5,
@@ -99,7 +99,7 @@ def variational_em(
             (N, 2 n_latent) means and log standard deviations, with n_latent (n_latent - 1) / 2 more outputs for a full
             covariance (a copy is fitted).
         data: a tensor, or a tuple of tensors, with a datum a row.
-        n_latent: size of each z.
+        n_latent: size of each z; of a network read off its outputs when None, as means and standard deviations.
         parameters: theta by name, where log_joint is a function of it: where to start.
         rounds: E- and M-steps. The learning rate falls to a hundredth over them.
         steps: steps of Adam in each of both.
@@ -114,8 +114,9 @@ def variational_em(
     source = generator or torch.Generator().manual_seed(0)
     function, theta, fitted = _model(log_joint, parameters)
     over = copy.deepcopy(q) if isinstance(q, nn.Module) else q
-    family = approximation(over, count, n_latent, dtype)
-    _values(function, family(torch.arange(count), data), data, torch.zeros(2, count, n_latent, dtype=dtype))
+    latent = latent_size(over, data) if n_latent is None else n_latent
+    family = approximation(over, count, latent, dtype)
+    _values(function, family(torch.arange(count), data), data, torch.zeros(2, count, latent, dtype=dtype))
     ascent = _Ascent(function, family, theta, data, steps, draws, batch_size, source)
     elbos = []
     for done in track(range(rounds), "variational EM", rounds, progress):
@@ -131,7 +132,7 @@ def variational_em(
             stacklevel=2,
         )
     values_of_theta = {name: value.detach() for name, value in theta.items()}
-    return VariationalFit(fitted, values_of_theta, family, tuple(elbos), converged, n_latent, data, function)
+    return VariationalFit(fitted, values_of_theta, family, tuple(elbos), converged, latent, data, function)
 
 
 class _Ascent:
