@@ -62,7 +62,7 @@ help:
 	@echo "make docs    build the documentation into site/, warnings are errors"
 	@echo "make test-torch TORCH=2.6.0  run the tests on another version of torch, in a virtual environment of its own"
 	@echo "make bench   set up the peers beside Lapis in .venv-bench, then measure both (BENCH_ARGS=--help tells more)"
-	@echo "make peer-test  compare with laplace-torch, ivon-opt and hmmlearn, in .venv-bench"
+	@echo "make peer-test  compare with laplace-torch and other libraries, in .venv-bench"
 	@echo "make fuzz N=20000 SEED=0  random calls of the whole interface, in two processes; exit code 1 on any finding"
 	@echo "make sbc     simulation-based calibration: are posteriors right on average? (SBC_ARGS=--help tells more)"
 	@echo "make format  rewrite the code the way 'make test' wants it"
@@ -116,12 +116,14 @@ test-torch:
 # Optional: the same numbers as laplace-torch, ivon-opt and hmmlearn where both mean the same. The peers live in .venv-bench only.
 peer-test: $(BENCH_READY)
 	@$(BENCH_PIP) install --quiet -c constraints.txt pytest pytest-xdist
-	@$(BENCH_BIN)/python -m pytest -n0 -s tests/test_laplace_torch.py tests/test_ivon_opt.py tests/test_hmmlearn.py
+	@$(BENCH_BIN)/python -m pytest -n0 -s tests/test_laplace_torch.py tests/test_ivon_opt.py tests/test_hmmlearn.py \
+	    tests/test_method_peers.py
 
 bench: $(BENCH_READY)
 	@$(BENCH_BIN)/python -m benchmarks $(BENCH_ARGS)
 	@$(BENCH_BIN)/python -m benchmarks.optimisers
 	@$(BENCH_BIN)/python -m benchmarks.latent
+	@$(BENCH_BIN)/python -m benchmarks.methods
 
 fuzz: $(READY)
 	@PYTHONPATH=tests $(BIN)/python -m fuzz --calls $(N) --seed $(SEED)

@@ -189,7 +189,7 @@ def report(chosen: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    chosen = command.arguments("shift", __doc__, (SETTINGS, QUICK), (CLASSIFIERS, QUICK_COLUMNS), seeds=2)
+    chosen = command.arguments("shift", __doc__, (SETTINGS, QUICK), (CLASSIFIERS, QUICK_COLUMNS))
     if not chosen.report:
         command.fill(
             chosen, lambda name, seed: load(name, seed, chosen.cache), measure, ("fit_seconds", "predict_seconds")

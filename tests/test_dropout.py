@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,40 @@ def test_drawn_networks_are_networks_with_columns_of_weights_zeroed() -> None:
         kept += torch.tensor([float((parts[name] != 0).any(0).double().mean()) for name in ("1.weight", "4.weight")])
     for share, keep, bits in ((kept[0] / 400, 0.8, 1600), (kept[1] / 400, 0.5, 2400)):  # false alarms below 1e-5
         assert abs(float(share) - keep) < 4.5 * math.sqrt(keep * (1 - keep) / bits)
+
+
+def test_training_with_dropout_climbs_the_elbo_of_bernoulli_columns() -> None:
+    """One computation, two names: q(W) = M diag(z) / (1 - p), z ~ Bernoulli(1 - p), whose pathwise gradient of
+    E_q[log p(y | W)] in M is the gradient of training with dropout, mask by mask, and whose predictive distribution is
+    that of MC dropout: the mean over q, here over all of its masks."""
+    model, x = made("linear")
+    one, target = x[:1], torch.randn(1, 2, dtype=x.dtype, generator=torch.Generator().manual_seed(2))
+    means = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    sizes, rates = (means["1.weight"].shape[1], means["4.weight"].shape[1]), (0.2, 0.5)
+
+    def drawn(masks: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        scaled = [mask / (1 - rate) for mask, rate in zip(masks, rates, strict=True)]
+        return means | {"1.weight": means["1.weight"] * scaled[0], "4.weight": means["4.weight"] * scaled[1]}
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model.train().zero_grad()
+        (model(one) - target).square().sum().backward()
+        torch.manual_seed(seed)  # the same masks again, as draws of q
+        pairs = zip(sizes, rates, strict=True)
+        masks = [(torch.nn.functional.dropout(torch.ones(1, n, dtype=x.dtype), p) != 0).double() for n, p in pairs]
+        outputs = torch.func.functional_call(model.eval(), drawn(masks), (one,))
+        found = torch.autograd.grad((outputs - target).square().sum(), list(means.values()))
+        for expected, gradient in zip(model.parameters(), found, strict=True):
+            torch.testing.assert_close(gradient, expected.grad)
+    every = torch.tensor(list(itertools.product((0.0, 1.0), repeat=sum(sizes))), dtype=x.dtype)
+    keeps = torch.cat([torch.full((n,), 1 - p, dtype=x.dtype) for n, p in zip(sizes, rates, strict=True)])
+    chances = (every * keeps + (1 - every) * (1 - keeps)).prod(1)
+    outputs = torch.func.vmap(lambda bits: torch.func.functional_call(model, drawn(bits.split(sizes)), (one,)))(every)
+    exact = (chances[:, None, None] * outputs.detach()).sum(0)
+    values = lapis.dropout(model, lapis.Gaussian(0.1)).predict(one, samples=1000).latent.values[:, :, 0]
+    error = values.std(0) / math.sqrt(1000)  # five of them: false alarms below 2e-6
+    assert bool(((values.mean(0) - exact).abs() < 5 * error).all())
 
 
 @pytest.mark.parametrize("name", ["linear", "in place", "channels", "functional", "fused"])

@@ -101,16 +101,19 @@ def test_members_may_be_of_different_architectures(tmp_path: Path) -> None:
         posterior.sample()
 
 
-def test_samples_are_members_without_repetition() -> None:
+def test_samples_are_members_each_as_often_as_any_other() -> None:
     models, x = nets(), inputs()
     posterior = lapis.ensemble(models, "classification")
     flat = torch.stack([nn.utils.parameters_to_vector(model.parameters()).detach() for model in models])
     draws = posterior.sample(4, generator=torch.Generator().manual_seed(3))
     assert sorted(map(tuple, draws.tolist())) == sorted(map(tuple, flat.tolist()))
     assert posterior.predict(x, samples=2).latent.values.shape[0] == 2
-    for call in (posterior.sample, lambda n: posterior.predict(x, samples=n)):
-        with pytest.raises(lapis.OptionError, match="fewer members"):
-            call(5)
+    more = posterior.sample(10, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(more[:4], draws, rtol=0, atol=0)
+    counts = sorted(int((more == row).all(1).sum()) for row in flat)
+    assert counts == [2, 2, 3, 3]
+    with pytest.raises(lapis.OptionError, match="fewer members"):
+        posterior.predict(x, samples=5)
     with pytest.raises(lapis.ModelError, match=r"other values in .1.running_mean"):
         lapis.ensemble(nets(norm=True), "classification").sample()
 

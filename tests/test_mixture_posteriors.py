@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -204,7 +205,7 @@ def test_any_posteriors_of_one_task_mix() -> None:
 def test_mixtures_of_mixtures_are_mixtures_of_their_components() -> None:
     posteriors, x = laplaces(), data(1, 4)[0]
     inner = lapis.mixture(posteriors[:2], weights=[0.25, 0.75])
-    outer = lapis.mixture([inner, posteriors[2]], weights=[0.4, 0.6])
+    outer = lapis.mixture([inner, posteriors[2]], weights=np.array([0.4, 0.6]))
     torch.testing.assert_close(outer.weights, torch.tensor([0.1, 0.3, 0.6], dtype=F64))
     plain = lapis.mixture(posteriors, weights=[0.1, 0.3, 0.6])
     torch.testing.assert_close(outer.predict(x).variance, plain.predict(x).variance)
@@ -283,14 +284,15 @@ def test_mistakes_are_refused() -> None:
         ([], {}, "at least one"),
         (posteriors[0], {}, "Bad posteriors"),
         ([net()], {}, "Bad posteriors"),
-        (posteriors, {"weights": "best"}, "Bad weights"),
+        (posteriors, {"weights": "best"}, "Unknown weights"),
         (posteriors, {"weights": "stacking"}, "for stacking"),
         (posteriors, {"data": data()}, "for stacking"),
         (posteriors, {"weights": [0.5]}, "no weights of a mixture"),
         (posteriors, {"weights": [0.5, 0.6]}, "no weights of a mixture"),
         (posteriors, {"weights": [1.5, -0.5]}, "no weights of a mixture"),
-        (posteriors, {"weights": [math.nan, 1.0]}, "Bad weights"),
-        (posteriors, {"weights": ["a", "b"]}, "Bad weights"),
+        (posteriors, {"weights": [math.nan, 1.0]}, "no weights of a mixture"),
+        (posteriors, {"weights": ["a", "b"]}, "no weights of a mixture"),
+        (posteriors, {"weights": None}, "no weights of a mixture"),
         ([posteriors[0], elsewhere], {"weights": "evidence"}, "different data"),
         ([posteriors[0], posteriors[1].at_tangent_mode(data())], {"weights": "evidence"}, "different kinds"),
         ([posteriors[0], two], {}, "do not predict the same"),

@@ -27,7 +27,7 @@ def standard_error(values: Sequence[float]) -> float:
 def cell(values: Sequence[float]) -> str:
     """Mean +- standard error over seeds."""
     centre, digits = mean(values), 4 if abs(mean(values)) < 0.0995 else 3
-    if len(values) < 2:
+    if len(values) < 2 or math.isinf(centre):
         return f"{centre:.{digits}f}"
     return f"{centre:.{digits}f} ± {standard_error(values):.{digits}f}"
 

@@ -67,6 +67,10 @@ class EnsemblePosterior(WeightPosterior):
         self, inputs: Inputs, kind: LatentKind, samples: int | None, generator: torch.Generator | None
     ) -> Latent:
         """Outputs of the members: of all, or of `samples` of them, chosen without replacement."""
+        if samples is not None and samples > len(self):
+            raise OptionError(
+                "There are fewer members", expected=f"samples <= {len(self)}", got=str(samples), do="train more"
+            )
         chosen = list(range(len(self))) if samples is None else self._chosen(samples, generator)
         stacked = self._stacked and {name: tensor[chosen] for name, tensor in self._stacked.items()}
         return member_outputs([self.members[k] for k in chosen], stacked, self.likelihood, self.n_outputs, inputs)
@@ -76,7 +80,7 @@ class EnsemblePosterior(WeightPosterior):
         return stack_members(self.members)
 
     def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
-        """Weights (samples, P) of members, chosen without replacement.
+        """Weights (samples, P) of members in random order, none a second time before all others have occurred.
 
         ModelError where weights alone are no member: for members of different architectures, or with different buffers
         (batch norm) or frozen weights.
@@ -86,16 +90,14 @@ class EnsemblePosterior(WeightPosterior):
         return torch.stack([self.members[k].flat() for k in chosen])
 
     def draws(self, samples: int, generator: torch.Generator) -> Iterable[Tensor]:
-        """The rows of `sample`, chosen together so that none occurs twice."""
+        """The rows of `sample`, chosen together so that all occur equally often."""
         return self.sample(samples, generator=generator).unbind()
 
     def _chosen(self, samples: int, generator: torch.Generator | None) -> list[int]:
         source = self.source(samples, generator)
-        if samples > len(self):
-            raise OptionError(
-                "There are fewer members", expected=f"samples <= {len(self)}", got=str(samples), do="train more"
-            )
-        chosen: list[int] = torch.randperm(len(self), generator=source, device=source.device)[:samples].tolist()
+        rounds = -(-samples // len(self))
+        orders = [torch.randperm(len(self), generator=source, device=source.device) for _ in range(rounds)]
+        chosen: list[int] = torch.cat(orders)[:samples].tolist()
         return chosen
 
     def _networks(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -196,7 +197,7 @@ class MixturePosterior(Posterior):
 
 def mixture(
     posteriors: Sequence[Posterior],
-    weights: Literal["evidence", "uniform", "stacking"] | Sequence[float] | Tensor = "uniform",
+    weights: Literal["evidence", "uniform", "stacking"] | Sequence[float] | Tensor | np.ndarray[Any, Any] = "uniform",
     data: Any = None,
     *,
     batch_size: int | None = None,
@@ -221,7 +222,7 @@ def mixture(
     >>> both.predict(x).mean.shape, round(float(both.weights.sum()), 6)
     (torch.Size([20, 1]), 1.0)
     """
-    check_arguments(mixture, locals(), signed=("weights",))
+    check_arguments(mixture, locals(), apart=("weights",))
     components, factors = _flattened(posteriors)
     if isinstance(weights, str):
         check_choice("weights", weights, WAYS)
