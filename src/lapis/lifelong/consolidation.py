@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,10 @@ from torch import Tensor, nn
 
 from lapis.batches import batches
 from lapis.curvature.accumulate import accumulate
+from lapis.curvature.blocks.block import BlockGaussian
 from lapis.curvature.blocks.diagonal import DiagonalBlock
+from lapis.curvature.blocks.kronecker import KroneckerBlock
+from lapis.curvature.moments import symmetric
 from lapis.likelihoods import Likelihood
 from lapis.posteriors.laplace.fit import laplace
 from lapis.posteriors.laplace.stored import LaplacePosterior
@@ -64,11 +69,38 @@ def consolidated(
     return replace(before, facts=facts, mean=mean, point=mean, curvature=sums)
 
 
-def precision_product(posterior: LaplacePosterior, vector: Tensor) -> Tensor:
-    """A v for a weight vector v (P,), float64."""
-    parts = posterior._to_blocks(vector.double()[None])
-    products = [gaussian.multiply(part) for gaussian, part in zip(posterior.gaussians, parts, strict=True)]
-    return posterior._to_flat(products)[0]
+def curvature_product(posterior: LaplacePosterior) -> Callable[[Tensor], Tensor]:
+    """The function C v of weight vectors v (P,), with C the curvature of all data and without the prior.
+
+    Kronecker factors multiply in the network's dtype, G V A: one product for each factor, where the eigenbasis of the
+    posterior takes two in float64. Other structures multiply in float64.
+    """
+    dtype, scale = posterior.network.dtype, posterior.scale.detach()
+    shifts = posterior._to_blocks(posterior.weight_prior.vector().detach().double()[None])
+    products: list[Callable[[Tensor], Tensor]] = []
+    for number, (block, shift) in enumerate(zip(posterior.curvature.blocks, shifts, strict=True)):
+        if isinstance(block, KroneckerBlock) and not block.separate_bias and block.site.kind != "lookup":
+            left = (scale * symmetric(block.gradients)).to(dtype)
+            products.append(partial(_by_factors, left, symmetric(block.mean_inputs()).to(dtype)))
+        else:
+            products.append(partial(_by_gaussian, posterior.gaussians[number], shift))
+
+    def product(vector: Tensor) -> Tensor:
+        parts = [times(part) for times, part in zip(products, posterior._to_blocks(vector[None]), strict=True)]
+        return posterior._to_flat([part.to(vector.dtype) for part in parts])[0]
+
+    return product
+
+
+def _by_factors(gradients: Tensor, inputs: Tensor, vectors: Tensor) -> Tensor:
+    """G V A of vectors (1, K O I), with factors (K, O, O) and (K, I, I)."""
+    array = vectors.reshape(*gradients.shape[:2], -1).to(inputs.dtype)
+    return (gradients @ (array @ inputs)).reshape(vectors.shape)
+
+
+def _by_gaussian(gaussian: BlockGaussian, prior: Tensor, vectors: Tensor) -> Tensor:
+    exact = vectors.double()
+    return gaussian.multiply(exact) - prior * exact
 
 
 def curvature_diagonal(posterior: LaplacePosterior) -> Tensor:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lapis.lifelong.consolidation import consolidated, precision_product
+from lapis.lifelong.consolidation import consolidated, curvature_product
 from lapis.lifelong.learner import Learner, Task
 from lapis.lifelong.posterior_file import pack_posterior, unpack_posterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
@@ -45,12 +44,14 @@ class OnlineLaplace(Learner):
         before: LaplacePosterior | None = self._posterior
         if before is None:
             return lambda: 0.5 * self.prior / task.n_data * self._weights().square().sum()
-        # strength C + A_0 = strength (C + A_0 / strength): the same curvature C under a weaker prior.
-        held, scale = before.with_prior(self.prior / self.strength), self.strength / task.n_data
+        product, mean = curvature_product(before), before.mean
+
+        def pull(deviation: Tensor) -> Tensor:
+            return (self.strength * product(deviation) + self.prior * deviation) / task.n_data
 
         def penalty() -> Tensor:
-            value: Tensor = _Quadratic.apply(self._weights() - held.mean, partial(precision_product, held))  # type: ignore[no-untyped-call]
-            return scale * value
+            value: Tensor = _Quadratic.apply(self._weights() - mean, pull)  # type: ignore[no-untyped-call]
+            return value
 
         return penalty
 
