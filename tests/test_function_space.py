@@ -146,8 +146,9 @@ def test_a_subset_of_the_data_gives_its_own_posterior(likelihood: str) -> None:
     assert mode.mode is not None
     jacobian = torch.func.jacrev(lambda w: torch.func.functional_call(model, fit.network.unflatten(w), (new,)))
     moved = model(new) + jacobian(fit.point) @ (mode.mode - fit.point)
-    found = prior.given(subset, steps=1 if likelihood == "gaussian" else 12)
-    torch.testing.assert_close(found.mean(new), moved, rtol=1e-6, atol=1e-6)
+    for steps in (1 if likelihood == "gaussian" else 12, None):
+        found = prior.given(subset, steps=steps)
+        torch.testing.assert_close(found.mean(new), moved, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(prior.given(subset).kernel(new), fit.functional_covariance(new), rtol=1e-8, atol=1e-10)
     variance = fit.functional_variance(new)
     torch.testing.assert_close(
@@ -163,6 +164,22 @@ def test_a_subset_of_the_data_gives_its_own_posterior(likelihood: str) -> None:
     updated = lapis.laplace(model, subset, likelihood, structure="dense", prior=0.7).update(rest)
     more = fit.gaussian_process().given(rest).kernel(new)
     torch.testing.assert_close(more, updated.functional_covariance(new), rtol=1e-8, atol=1e-10)
+
+
+def test_a_network_that_is_too_sure_has_a_mode_all_the_same() -> None:
+    """There H is next to nothing: the first step of Newton's method goes far beyond the mode."""
+    model, (x, y), new = problem("categorical")
+    with torch.no_grad():
+        model[2].weight.mul_(60)  # type: ignore[union-attr,operator]
+    few = x[:8], y[:8]
+    prior = lapis.laplace(model, few, "categorical", prior=0.7).gaussian_process().prior()
+    found = prior.given(few, steps=None)
+    gradient = found.observed.gradient(found.observed.at(found.dual)).reshape(-1)
+    torch.testing.assert_close(found.dual, -gradient, rtol=0, atol=1e-6)  # stationary: a = -g
+    assert found.observed.loss(found.dual) < 0.7 * found.observed.loss(torch.zeros_like(found.dual))
+    one = prior.given(few)
+    assert one.observed.loss(one.dual) > 10 * found.observed.loss(found.dual)
+    torch.testing.assert_close(prior.given(few, steps=40).mean(new), found.mean(new), rtol=1e-5, atol=1e-5)
 
 
 def test_drawn_functions_have_the_mean_and_covariance_of_the_conditioned_process() -> None:

@@ -49,11 +49,14 @@ class _Observed:
         """g of the tempered likelihood, (B, T, C)."""
         return self.likelihood.gradient(f, self.targets).detach() / self.temperature
 
+    def at(self, dual: Tensor) -> Tensor:
+        """The outputs mu + K a of a dual vector a (n,), (B, T, C)."""
+        return self.mean + (self.kernel @ dual).reshape(self.mean.shape)
+
     def loss(self, dual: Tensor) -> float:
         """-log p(y | f) + 1/2 a^T K a at the outputs of a dual vector (n,)."""
-        change = self.kernel @ dual
-        f = self.mean + change.reshape(self.mean.shape)
-        return float(self.likelihood.nll(f, self.targets).sum() / self.temperature + 0.5 * dual @ change)
+        fit = self.likelihood.nll(self.at(dual), self.targets).sum() / self.temperature
+        return float(fit + 0.5 * dual @ (self.kernel @ dual))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,15 +120,21 @@ class ConditionedProcess(Process):
         )
 
 
-def conditioned(process: Process, data: object, steps: int, batch_size: int | None) -> ConditionedProcess:
+def conditioned(process: Process, data: object, steps: int | None, batch_size: int | None) -> ConditionedProcess:
     """See `Process.given`."""
     observed = _observe(process, data, batch_size)
-    at, dual = observed.outputs, observed.mean.new_zeros(observed.mean.numel())
-    for step in range(steps):
-        if step:
-            at = observed.mean + (observed.kernel @ dual).reshape(at.shape)
-        factor, solver, target = _newton(observed, at)
-        dual = target if step == 0 else _shortened(observed, dual, target)
+    if steps is None:
+        dual = _mode(observed)
+        at = observed.at(dual)
+        factor, solver, _ = _newton(observed, at)
+    else:
+        at, dual = observed.outputs, observed.mean.new_zeros(observed.mean.numel())
+        for step in range(steps):
+            if step:
+                dual = _no_worse_than_before(observed, dual) if step == 1 else dual
+                at = observed.at(dual)
+            factor, solver, target = _newton(observed, at)
+            dual = target if step == 0 else _shortened(observed, dual, target)
     return ConditionedProcess(
         process.tangent, process.temperature, process.link, process, observed, at, factor, solver, dual
     )
@@ -136,14 +145,8 @@ def evidence(process: Process, data: object, at_mode: bool, batch_size: int | No
     observed = _observe(process, data, batch_size)
     f, cost = observed.outputs, torch.zeros(())
     if at_mode:
-        dual = _newton(observed, f)[2]
-        for _ in range(MOST_STEPS):
-            f = observed.mean + (observed.kernel @ dual).reshape(f.shape)
-            target = _newton(observed, f)[2]
-            promised = float((target - dual) @ observed.kernel @ (target - dual))
-            if promised <= TOLERANCE * max(1.0, abs(observed.loss(dual))):
-                break
-            dual = _shortened(observed, dual, target)
+        dual = _mode(observed)
+        f = observed.at(dual)
         cost = dual @ observed.kernel @ dual
     else:
         cost = process.squared_distance()
@@ -191,6 +194,27 @@ def _newton(observed: _Observed, at: Tensor) -> tuple[Tensor, KernelCholesky, Te
     solver = KernelCholesky(observed.kernel, [s])
     misses = observed.gradient(at) + _curved(s, observed.mean - at)
     return s, solver, _dual(observed.kernel, solver, misses.reshape(-1, 1))[:, 0]
+
+
+def _mode(observed: _Observed) -> Tensor:
+    """The dual vector of the tangent model's mode, by Newton's method with steps that never raise the loss."""
+    dual = _no_worse_than_before(observed, _newton(observed, observed.outputs)[2])
+    for _ in range(MOST_STEPS):
+        target = _newton(observed, observed.at(dual))[2]
+        promised = float((target - dual) @ observed.kernel @ (target - dual))
+        if promised <= TOLERANCE * max(1.0, abs(observed.loss(dual))):
+            return dual
+        dual = _shortened(observed, dual, target)
+    return dual
+
+
+def _no_worse_than_before(observed: _Observed, dual: Tensor) -> Tensor:
+    """The first step of Newton's method, which no search has shortened, or the process before the data if it is worse.
+
+    At outputs of a network that is sure of itself H is next to nothing, and a step by it far too long.
+    """
+    before = torch.zeros_like(dual)
+    return dual if observed.loss(dual) <= observed.loss(before) else before
 
 
 def _shortened(observed: _Observed, dual: Tensor, target: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ class Process(ABC):
 
     # learning from data ----------------------------------------------------------------------------
 
-    def given(self, data: Any, *, steps: int = 1, batch_size: int | None = None) -> ConditionedProcess:
+    def given(self, data: Any, *, steps: int | None = 1, batch_size: int | None = None) -> ConditionedProcess:
         """The process conditioned on data: for the prior's process, the posterior from any subset of the data.
 
         The likelihood is expanded at the network's outputs, -log p(y | f) ~ g^T (f - f_t) + 1/2 |f - f_t|^2_H: Gaussian
@@ -170,7 +170,8 @@ class Process(ABC):
 
         Args:
             data: in any form that `lapis.laplace` takes.
-            steps: of Newton's method, each with g and H at the outputs that the last one found.
+            steps: of Newton's method, each with g and H at the outputs that the last one found; None: as many as it
+                takes to reach the tangent model's mode.
             batch_size: for data that are not batched yet.
         """
         from lapis.function_space.conditioned import conditioned
