@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import lapis
+from lapis.function_space import kernels
+from lapis.function_space.kernels import DIRECTED
 
 F64 = torch.float64
 
@@ -157,3 +160,33 @@ def test_bad_input_to_the_data_view_is_refused() -> None:
     for error, call in refused:
         with pytest.raises(error):
             call()
+
+
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "ekfac", "lowrank"])
+@pytest.mark.parametrize("of", ["outputs", "predictions"])
+def test_sensitivity_by_differentiating_twice_is_that_of_all_covariances(structure: Any, of: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(4, 3, 2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 3),
+    ).double()  # fmt: skip
+    x, y = torch.randn(11, 2, 8, 8, dtype=F64), torch.arange(11) % 3
+    posterior = lapis.laplace(model, (x, y), "classification", structure=structure, prior=0.3, temperature=0.7)
+    quick = posterior.sensitivity((x, y), of=of, batch_size=4)
+    assert DIRECTED not in posterior.network.proofs.refused
+    posterior.network.proofs.refused.add(DIRECTED)
+    torch.testing.assert_close(quick, posterior.sensitivity((x, y), of=of, batch_size=4), rtol=1e-9, atol=1e-12)
+
+
+def test_a_wrong_direction_is_found_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(11, 2, dtype=F64), torch.arange(11) % 3
+    posterior = lapis.laplace(model, (x, y), "classification", structure="kronecker")
+    true = kernels.directed
+    monkeypatch.setattr(kernels, "directed", lambda *given: 1.01 * true(*given))
+    found = posterior.sensitivity((x, y))
+    assert DIRECTED in posterior.network.proofs.refused
+    monkeypatch.undo()
+    fresh = lapis.laplace(copy.deepcopy(model), (x, y), "classification", structure="kronecker")
+    torch.testing.assert_close(found, fresh.sensitivity((x, y)))

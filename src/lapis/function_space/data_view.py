@@ -80,16 +80,17 @@ def sensitivity(likelihood: Likelihood, latent: LatentGaussian, targets: Tensor,
         change = latent.variance.double() * gradient
     else:
         change = (latent.covariance.double() @ gradient.unsqueeze(-1)).squeeze(-1)
-    return _size(likelihood, f, change, of)
+    return size_of(likelihood, f, change, of)
 
 
 def removal(likelihood: Likelihood, latent: LatentGaussian, left: WithoutItself, of: Of) -> Tensor:
     """|V_-n g|, the change of the outputs in a refit of the tangent model, (B,) float64."""
     f = latent.mean.double()
-    return _size(likelihood, f, left.mean - f, of)
+    return size_of(likelihood, f, left.mean - f, of)
 
 
-def _size(likelihood: Likelihood, f: Tensor, change: Tensor, of: Of) -> Tensor:
+def size_of(likelihood: Likelihood, f: Tensor, change: Tensor, of: Of) -> Tensor:
+    """The norm of a change of the outputs f (B, T, C), or of what it makes of the predictions, (B,)."""
     if of == "predictions":
         change = (likelihood.link_slope(f) @ change.unsqueeze(-1)).squeeze(-1)
     norms: Tensor = torch.linalg.vector_norm(change.flatten(1), dim=1)

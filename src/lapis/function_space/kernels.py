@@ -25,10 +25,20 @@ from lapis.curvature.blocks.diagonal import DiagonalGaussian
 from lapis.curvature.plan import planned_tape
 from lapis.curvature.tape import Tape
 from lapis.errors import MemoryBudgetError
+from lapis.function_space.directed import directed
 from lapis.function_space.tangent import PART, Tangent
+from lapis.proofs import close
 
 KEPT_SHARE, PART_SHARE = 4, 16
 """Features of all inputs are kept if they fit in this part of the memory budget; those of one part fit in the other."""
+
+DIRECTED = "covariances of outputs with one direction, by differentiating twice"
+
+PROVEN = 4
+"""Examples on which they are compared with the covariances of all outputs."""
+
+Direction = Callable[[Tensor, tuple[int, ...], int], Tensor]
+"""g (B, T, C) from outputs f (B, T, C), the shape of the network's own output, and the index of the first example."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,13 @@ class WeightKernel(ABC):
     def met(self, features: Features) -> Features:
         """Features for the right side, where these differ from those of the left."""
         return features
+
+    def directed(self, inputs: Inputs, direction: Direction) -> tuple[Tensor, tuple[int, ...], Tensor] | None:
+        """Outputs f (B, T, C), the network's own output shape, and J Sigma J^T g of each example for its g.
+
+        Without the covariances of all outputs; None where there is no such shortcut. While the tangent is ready.
+        """
+        return None
 
     @abstractmethod
     def product(self, vectors: Tensor) -> Tensor:
@@ -114,6 +131,7 @@ class BlockKernel(_TapedKernel):
     ) -> None:
         super().__init__(tangent, tape)
         self.sites_of, self.gaussians, self._product = sites_of, gaussians, product
+        self._example_bytes: int | None = None
 
     def _of(self, contributions: list[Contribution]) -> list[Any]:
         pairs = zip(self.gaussians, self.sites_of, strict=True)
@@ -122,6 +140,41 @@ class BlockKernel(_TapedKernel):
     def between(self, left: Features, right: Features) -> Tensor:
         blocks = zip(self.gaussians, left.value, right.value, strict=True)
         return reduce(torch.add, (g.kernel(a, b) for g, a, b in blocks)).reshape(left.n, right.n)
+
+    def directed(self, inputs: Inputs, direction: Direction) -> tuple[Tensor, tuple[int, ...], Tensor] | None:
+        """By differentiating twice, for several outputs at one position: see `directed`."""
+        network, length = self.tangent.network, batch_length(inputs)
+        if self._example_bytes is None:
+            self._example_bytes = self.features(take(inputs, 0, 1)).nbytes
+        step = part_length(self.tangent.memory_budget, self._example_bytes)
+        outputs, products, shape = [], [], (0,)
+        for start in range(0, length, step):
+            part = take(inputs, start, min(start + step, length))
+            with network.prepared():
+                assert self._tape is not None
+                record = self._tape.record(part)
+                f, shape = record.f.detach(), (length, *record.raw_shape[1:])
+                if f.shape[1] > 1 or f.shape[2] == 1 or DIRECTED in network.proofs.refused:
+                    return None
+                g = direction(f, tuple(record.raw_shape), start).to(f.dtype)
+                found = directed(record, self.sites_of, self.gaussians, g)
+            if found is None or not self._proven(part, g, found):
+                network.proofs.refused.add(DIRECTED)
+                return None
+            outputs.append(f)
+            products.append(found)
+        return torch.cat(outputs), shape, torch.cat(products)
+
+    def _proven(self, inputs: Inputs, g: Tensor, found: Tensor) -> bool:
+        def agrees() -> bool:
+            few = self.features(take(inputs, 0, PROVEN))
+            rows = g[:PROVEN].reshape(-1, found.shape[-1])
+            cells = self.between(few, few).reshape(*rows.shape, *rows.shape).diagonal(dim1=0, dim2=2)
+            plain = torch.einsum("cdb,bd->bc", cells, rows.to(cells))
+            return close(plain.reshape(found[:PROVEN].shape).to(found), found[:PROVEN])
+
+        kinds = tuple(sorted({type(gaussian).__name__ for gaussian in self.gaussians}))
+        return self.tangent.network.proofs.holds(DIRECTED, (kinds, found.dtype, *found.shape[1:]), agrees)
 
     def product(self, vectors: Tensor) -> Tensor:
         return self._product(vectors)
@@ -233,7 +286,7 @@ def assembled(kernel: WeightKernel, left: Inputs, right: Inputs | None) -> Tenso
     rows, columns = batch_length(left) * first.n, batch_length(left if right is None else right) * met.n
     budget, dtype = tangent.memory_budget, torch.float64 if kernel.exact else tangent.network.dtype
     check_matrix(rows, columns, dtype.itemsize, budget)
-    step = max(1, min(PART, budget // (PART_SHARE * max(1, first.nbytes, met.nbytes))))
+    step = part_length(budget, max(first.nbytes, met.nbytes))
     total = torch.empty(rows, columns, dtype=dtype, device=tangent.network.device)
     starts = range(0, batch_length(left), step)
     kept: dict[int, Features] = {}
@@ -259,6 +312,11 @@ def assembled(kernel: WeightKernel, left: Inputs, right: Inputs | None) -> Tenso
             if right is None and start > begin:
                 total[where, span] = total[span, where].mT
     return total
+
+
+def part_length(memory_budget: int, nbytes: int) -> int:
+    """Examples of which features of so many bytes each are in memory together."""
+    return max(1, min(PART, memory_budget // (PART_SHARE * max(1, nbytes))))
 
 
 def check_matrix(rows: int, columns: int, itemsize: int, memory_budget: int) -> None:

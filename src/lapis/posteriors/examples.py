@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from lapis.batches import Batch, batches, naming
+from lapis.curvature.outputs import check_spread
 from lapis.errors import LapisWarning
 from lapis.function_space import data_view
+from lapis.likelihoods import Likelihood
 from lapis.network import full_precision
 from lapis.network.inputs import check_inputs
 from lapis.posteriors.predicting.parts import latent_of_parts
@@ -54,13 +57,49 @@ def sensitivity(
     progress: bool | None,
 ) -> Tensor:
     """See `LinearisedPosterior.sensitivity`."""
-    likelihood, found = posterior.likelihood, []
+    likelihood = posterior.likelihood
+    if not exact and posterior.mean is posterior.point and posterior._full_by_default():
+        quick = _directed(posterior, data, of, batch_size, progress)
+        if quick is not None:
+            return quick
+    found = []
     for latent, targets, _ in _outputs(posterior, data, "full" if exact else _kind(posterior), batch_size, progress):
         if exact:
             found.append(data_view.removal(likelihood, latent, _left_out(posterior, latent, targets), of))
         else:
             found.append(data_view.sensitivity(likelihood, latent, targets, posterior._tempering(), of))
     return torch.cat(found)
+
+
+def _directed(
+    posterior: LinearisedPosterior, data: Any, of: data_view.Of, batch_size: int | None, progress: bool | None
+) -> Tensor | None:
+    """|V g| by the kernel's shortcut for one direction of the outputs; None where it has none."""
+    network, likelihood, tangent = posterior.network, posterior.likelihood, posterior._tangent()
+    kernel, found = posterior._weight_kernel(tangent), []
+    stream, total = batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)
+    with network.held(), full_precision(network.device), tangent.ready():
+        posterior.check_network()
+        for batch in track(stream, "examples", total, progress):
+            with naming(batch.where):
+                inputs = check_inputs(batch.inputs, network, posterior.facts.signature)
+                direction = partial(_gradient, likelihood, batch.targets, posterior._tempering())
+                result = kernel.directed(inputs, direction)
+                if result is None:
+                    return None
+                f, _, change = result
+                check_spread(change)
+                found.append(data_view.size_of(likelihood, f.double(), change.double(), of))
+    return torch.cat(found)
+
+
+def _gradient(
+    likelihood: Likelihood, targets: Tensor, temperature: float, f: Tensor, shape: tuple[int, ...], start: int
+) -> Tensor:
+    """g of -log p(y | f) of some of a batch's examples, from the `start`-th on."""
+    f = f.double()
+    own = likelihood.targets(targets[start : start + len(f)], f, shape)
+    return likelihood.gradient(f, own) / temperature
 
 
 def leave_one_out(posterior: LinearisedPosterior, data: Any, batch_size: int | None, progress: bool | None) -> Tensor:

@@ -54,6 +54,9 @@ class Outer:
         if positions == 1:
             g = self.g.squeeze(3).permute(1, 2, 0, 3)
             a = self.inputs().squeeze(2).transpose(0, 1)
+            if g.requires_grad:  # autograd follows no `out=`
+                a = torch.nn.functional.pad(a, (0, int(self.bias)), value=1.0)
+                return (g[..., None] * a[:, :, None]).flatten(2)
             jacobian = g.new_empty(seeds, batch, groups, outputs, a.shape[-1] + int(self.bias))
             torch.mul(g[..., None], a[:, :, None], out=jacobian[..., : a.shape[-1]])
             if self.bias:

@@ -44,9 +44,18 @@ class Gradients:
         }
 
     def _grad(self, seeds: Tensor, **options: Any) -> Sequence[Tensor | None]:
-        """Autograd's gradients at the calls' outputs; the graph is kept for more seeds."""
+        """Autograd's gradients at the calls' outputs; the graph is kept for more seeds.
+
+        Seeds that require gradients get them: the result is a linear function of these.
+        """
         found: Sequence[Tensor | None] = torch.autograd.grad(
-            self.f, self._edges, seeds, retain_graph=True, allow_unused=True, **options
+            self.f,
+            self._edges,
+            seeds,
+            retain_graph=True,
+            create_graph=seeds.requires_grad,
+            allow_unused=True,
+            **options,
         )
         return found
 

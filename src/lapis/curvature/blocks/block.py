@@ -313,6 +313,10 @@ class BlockGaussian(ABC):
         """
         return None
 
+    def spread(self, vectors: Tensor) -> Tensor | None:
+        """Sigma v for vectors (n, size) in their own dtype; None where `solve` has no form of its own for that."""
+        return None
+
     @abstractmethod
     def features(self, contributions: Sequence[Contribution]) -> Any:
         """J in the form that `kernel` takes, computed once for a batch: it meets the features of many others."""

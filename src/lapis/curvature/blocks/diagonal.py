@@ -101,6 +101,9 @@ class DiagonalGaussian(BlockGaussian):
         variance = features.square() @ self._variance(features.dtype)[0].mT
         return variance if diagonal else torch.diag_embed(variance)
 
+    def spread(self, vectors: Tensor) -> Tensor | None:
+        return vectors * self._variance(vectors.dtype).reshape(-1)
+
     def features(self, contributions: Sequence[Contribution]) -> Contribution:
         return contributions[0].settled()
 

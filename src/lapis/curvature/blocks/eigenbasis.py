@@ -125,6 +125,12 @@ class EigenbasisGaussian(BlockGaussian):
         along, outputs = self.along_outputs(features), self.factors(features.dtype)[1][0]
         return along @ outputs.square().mT if diagonal else (outputs * along[:, None]) @ outputs.mT
 
+    def spread(self, vectors: Tensor) -> Tensor | None:
+        variance, outputs, back = self.factors(vectors.dtype)
+        array = self.array(vectors) if back is None else self.array(vectors) @ back
+        array = outputs @ (variance * (outputs.mT @ array))
+        return (array if back is None else array @ back.mT).flatten(1)
+
     def features(self, contributions: Sequence[Contribution]) -> Any:
         return self.rotated(contributions[0])[0]
 
@@ -181,6 +187,9 @@ class OwnBiasGaussian(EigenbasisGaussian):
         array = self.outputs.mT @ self.array(vectors) @ self.inputs
         array = array / self.eigenvalues - (c * (array * u).sum(-1))[..., None] * u
         return (self.outputs @ array @ self.inputs.mT).flatten(1)
+
+    def spread(self, vectors: Tensor) -> Tensor | None:
+        return None
 
     def variance(self) -> Tensor:
         u, c = self._dent

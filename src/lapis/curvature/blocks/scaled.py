@@ -46,6 +46,10 @@ class ScaledGaussian(BlockGaussian):
         found = self.gaussian.of_features(features, diagonal)
         return None if found is None else found * self.factor
 
+    def spread(self, vectors: Tensor) -> Tensor | None:
+        found = self.gaussian.spread(vectors)
+        return None if found is None else found * self.factor
+
     def features(self, contributions: Sequence[Contribution]) -> Any:
         return self.gaussian.features(contributions)
 
