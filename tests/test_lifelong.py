@@ -270,6 +270,22 @@ def test_the_regulariser_of_fromp_is_a_gaussian_process_of_the_predictions(name:
     torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-8 * float(wanted.abs().max()))
 
 
+def test_fromp_with_some_tasks_at_a_step_is_fromp_on_average() -> None:
+    learner = lifelong.FROMP(network(), "classification", heads=2, points=4, tasks_at_a_step=1, jitter=1e-4, **QUICK)
+    learner.learn(TASKS[0], 0)
+    learner.learn(TASKS[1], 1)
+    learner.learn(blobs(1.0, 5, 30), 0)
+    moved(learner)
+    penalty = learner._penalty(task_of(learner, TASKS[0], 0))
+    assert penalty is not None
+    torch.manual_seed(0)
+    drawn = {round(float(penalty().detach()), 9) for _ in range(40)}
+    assert len(drawn) == 3  # one value for each task
+    learner.tasks_at_a_step = None
+    value, _ = penalty_of(learner, TASKS[0], 0)
+    torch.testing.assert_close(sum(drawn) / 3, float(value), rtol=1e-6, atol=0)
+
+
 def test_variational_continual_learning_tracks_the_mean_field_optimum() -> None:
     """Of a linear Gaussian model: precisions A_1 + diag of each task, means of the quadratics with these priors."""
     tasks = linear_tasks()
