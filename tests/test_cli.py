@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -30,6 +31,20 @@ def test_version_names_what_a_bug_report_needs() -> None:
     result = runner.invoke(app, ["version"])
     assert result.exit_code == 0
     assert result.stdout.startswith(f"lapis {lapis.__version__} (torch {torch.__version__}, Python ")
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["learning-rule"], ["demo", "--quick", "--repeats", "1"]])
+def test_other_commands_print_json_and_nothing_else(arguments: list[str], tmp_path: Path) -> None:
+    figure = ["--out", str(tmp_path / "demo.png")] if arguments[0] == "demo" else []
+    result = runner.invoke(app, [*arguments, *figure, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    if arguments[0] == "demo":
+        assert found["scores"]["Test digits"]["Network alone"]["Accuracy"] > 0.5
+    elif arguments[0] == "learning-rule":
+        assert all(row["difference"] < 1e-6 for row in found)
+    else:
+        assert found["lapis"] == lapis.__version__
 
 
 def test_demo_in_a_pipe_prints_every_method_and_metric_and_writes_the_figure(tmp_path: Path) -> None:
@@ -76,12 +91,13 @@ def test_a_directory_is_no_figure(tmp_path: Path) -> None:
 
 def test_an_error_of_the_library_is_a_message_and_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(setting: experiment.Setting) -> experiment.Result:
-        raise DataError("No digits", do="look for them")
+        raise DataError("No digits", got="a message that is longer than a terminal is wide", do="look for them")
 
     monkeypatch.setattr(experiment, "run", fail)
     result = runner.invoke(app, ["demo", "--out", str(tmp_path / "demo.png")])
     assert result.exit_code == 1
-    assert "No digits. Do: look for them." in result.stderr
+    assert result.stderr.startswith("Error: No digits.")
+    assert len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "demo.png").exists()
 
 

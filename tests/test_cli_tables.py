@@ -155,6 +155,8 @@ def test_comparison_orders_models_by_evidence_and_scores_them(folder: Path, tmp_
     best = max(found, key=lambda name: found[name]["log_evidence"])
     assert found[best]["probability"] >= 0.5
     assert all("accuracy" in entry for entry in found.values())
+    screen = run("compare", folder / "kind.lapis", other, "--data", folder / "table.csv").stdout
+    assert screen.count("other.lapis") == 2  # beside its evidence, and beside its scores
     assert "nothing to compare" in run("compare", other, code=1).stderr
     assert run("compare", folder / "value.lapis", other, code=1).stderr.startswith("Error:")
 
@@ -238,7 +240,7 @@ def test_nothing_in_a_file_is_executed(folder: Path, tmp_path: Path, monkeypatch
         ("a,y\n1,2\n3,\n", ["--target", "y"], "Column 'y' has no value that can be used in row 2"),
         ("a,y\n1,2\n,3\n", ["--target", "y"], "Column 'a' has no value that can be used in row 2"),
         ("a,y\n1,2\n3\n", ["--target", "y"], "line 3 has 1 cells"),
-        ("a,a\n1,2\n", ["--target", "a"], "a name twice"),
+        ("a,a\n1,2\n", ["--target", "a"], "the same name twice"),
         ("a,y\n1,2\n", ["--target", "y"], "at least two rows"),
         ("y\n1\n2\n", ["--target", "y"], "There are no inputs"),
         ("", ["--target", "y"], "is empty"),
@@ -246,7 +248,10 @@ def test_nothing_in_a_file_is_executed(folder: Path, tmp_path: Path, monkeypatch
         ("a,y\n1,2\n2,3\n", ["--target", "y", "--hidden", "many"], "Bad hidden"),
         ("a,y\n1,2\n2,3\n", ["--target", "y", "--likelihood", "student"], "Unknown likelihood"),
         ("a,y\n1,2\n2,3\n", ["--target", "y", "--structure", "round"], "structure"),
-        ("a,y\n1,2\n2,3\n", ["--target", "y", "--model", "nowhere:Net"], "is no model"),
+        ("a,y\n1,2\n2,3\n", ["--target", "y", "--model", "nowhere:Net"], "gives no model"),
+        ("a,y\n1,2\n2,3\n", ["--target", "y", "--model", "broken:make"], "RuntimeError: no GPU"),
+        ("a,y\n1,2\n2,3\n", ["--target", "y", "--model", "unreadable:make"], "SyntaxError"),
+        ("a,y\n1,2\n2,3\n", ["--target", "y", "--model", "fine:make", "--weights", "table.csv"], "holds no weights"),
         ("a,y\n1,2\n2,3\n", ["--target", "y", "--weights", "w.pt"], "Weights belong to a network of yours"),
         ("a,y\n1,2\n2,3\n", ["--target", "y", "--out", "no/such/place.lapis"], "Cannot write"),
     ],
@@ -256,10 +261,22 @@ def test_bad_input_is_one_readable_line_and_exit_code_1(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "table.csv").write_text(text, encoding="utf-8")
+    (tmp_path / "broken.py").write_text("def make():\n    raise RuntimeError('no GPU\\nto be found')\n")
+    (tmp_path / "unreadable.py").write_text("def make(:\n")
+    (tmp_path / "fine.py").write_text("import torch\n\ndef make():\n    return torch.nn.Linear(1, 1)\n")
     result = run("fit", "table.csv", *options, code=1)
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stdout == ""
+
+
+def test_npz_takes_any_name_and_csv_whole_numbers_of_any_size(tmp_path: Path) -> None:
+    write_table(tmp_path / "table.npz", {"file": np.arange(3), "word": np.array(["a", None, "c"], dtype=object)})
+    found = read_table(tmp_path / "table.npz")
+    assert found["file"].tolist() == [0, 1, 2]
+    assert found["word"].tolist() == ["a", "", "c"]
+    (tmp_path / "large.csv").write_text("a\n1\n100000000000000000000\n")
+    assert read_table(tmp_path / "large.csv")["a"].tolist() == [1.0, 1e20]
 
 
 def test_words_that_were_not_in_the_fit_are_named(folder: Path, tmp_path: Path) -> None:

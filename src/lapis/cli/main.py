@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ import lapis
 from lapis.cli.experiments import experiment as run_experiment
 from lapis.cli.info import info
 from lapis.cli.playing import playground
+from lapis.cli.shell import AsJson, as_json, readable
 from lapis.cli.tables.compare import compare
 from lapis.cli.tables.diagnose import diagnose
 from lapis.cli.tables.evaluate import evaluate
@@ -41,8 +43,12 @@ FORMATS = (".png", ".pdf", ".svg")
 
 
 @app.command()
-def version() -> None:
+@readable
+def version(json: AsJson = False) -> None:
     """Print the versions that a bug report needs."""
+    if json:
+        as_json({"lapis": lapis.__version__, "torch": torch.__version__, "python": platform.python_version()})
+        return
     typer.echo(f"lapis {lapis.__version__} (torch {torch.__version__}, Python {platform.python_version()})")
 
 
@@ -60,18 +66,23 @@ def _figure_path(value: Path) -> Path:
 
 
 @app.command("learning-rule")
-def learning_rule() -> None:
+@readable
+def learning_rule(json: AsJson = False) -> None:
     """Derive optimisers and inference from the Bayesian learning rule: run each beside it, and print the differences.
 
     The exit code is 1 if a difference is above 1e-6.
     """
     table = lapis.learning_rule.derivations()
-    typer.echo(f"{table}\n\nDifference: the largest between iterates of the rule and of the algorithm, in float64.")
+    if json:
+        as_json([asdict(row) for row in table])
+    else:
+        typer.echo(f"{table}\n\nDifference: the largest between iterates of the rule and the algorithm, in float64.")
     if not table.hold:
         raise typer.Exit(1)
 
 
 @app.command()
+@readable
 def demo(
     seed: Annotated[
         int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first split; the next seeds follow.")
@@ -80,6 +91,7 @@ def demo(
     out: Annotated[Path, typer.Option(callback=_figure_path, help="Figure to write.")] = Path("lapis-demo.png"),
     repeats: Annotated[int, typer.Option(min=1, max=100, help="Splits and trainings to average over.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="Less data, less training: a look, no results.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Train on scikit-learn's digits, put a Laplace posterior on the weights, and see what it is good for."""
     from lapis.cli import experiment, figure, report
@@ -88,12 +100,11 @@ def demo(
     make = experiment.Setting.quick if quick else experiment.Setting
     settings = [make(seed=seed + repeat, label_noise=label_noise) for repeat in range(repeats)]
     console = Console(highlight=False)
-    try:
-        results = [experiment.run(setting) for setting in track(settings, "Training and predicting", repeats)]
-        figure.draw(results[0], out)
-    except (lapis.LapisError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {error}", highlight=False)
-        raise typer.Exit(1) from error
+    results = [experiment.run(setting) for setting in track(settings, "Training and predicting", repeats)]
+    figure.draw(results[0], out)
+    if json:
+        as_json({"scores": report.scores(results), "file": str(out)})
+        return
     report.show(console, settings[0], results)
     console.print(
         f"Figure of the first split: {out}   ({time.perf_counter() - started:.1f} s)", style="dim", soft_wrap=True
@@ -107,6 +118,7 @@ def _image_path(value: Path | None) -> Path | None:
 
 
 @app.command()
+@readable
 def tomography(
     image: Annotated[
         Path | None, typer.Argument(callback=_image_path, help="Picture to measure; the Shepp-Logan phantom without.")
@@ -118,23 +130,25 @@ def tomography(
     channels: Annotated[int, typer.Option(min=1, max=256, help="Of the U-net.")] = 16,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write to.")] = Path("lapis-tomography"),
+    json: AsJson = False,
 ) -> None:
     """Reconstruct an image from few noisy X-ray projections, with an error map: mean, samples, report."""
     from lapis.cli import tomography as command
 
     started = time.perf_counter()
     console = Console(highlight=False)
-    try:
-        truth = command.load_image(image, size)
-        out.mkdir(parents=True, exist_ok=True)
-        result = command.run(truth, angles, noise, iterations, channels, seed)
-        written = command.write(result, out)
-    except (lapis.LapisError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {error}", highlight=False)
-        raise typer.Exit(1) from error
+    truth = command.load_image(image, size)
+    out.mkdir(parents=True, exist_ok=True)
+    result = command.run(truth, angles, noise, iterations, channels, seed)
+    written = command.write(result, out)
+    per_pixel = float(result.reconstruction.log_prob(truth)) / truth.numel()
+    if json:
+        scores = {name: {"psnr": psnr, "ssim": ssim} for name, (psnr, ssim) in result.scores().items()}
+        found = {"log_likelihood_per_pixel": per_pixel, "within_two_deviations": result.coverage()}
+        as_json({"scores": scores, **found, "files": [str(path) for path in written]})
+        return
     for name, (psnr, ssim) in result.scores().items():
         console.print(f"{name:26} PSNR {psnr:5.2f}   SSIM {ssim:.3f}")
-    per_pixel = float(result.reconstruction.log_prob(truth)) / truth.numel()
     console.print(f"Log likelihood per pixel: {per_pixel:.3f}. Within two deviations: {100 * result.coverage():.1f} %.")
     files = ", ".join(path.name for path in written)
     console.print(f"{out}: {files}   ({time.perf_counter() - started:.1f} s)", style="dim", soft_wrap=True)

@@ -49,12 +49,27 @@ def show(console: Console, setting: Setting, results: Sequence[Result]) -> None:
         )
 
 
+SETS = {"Test digits": False, "With noisy pixels": True}
+"""Sets that methods are scored on, and whether they are the corrupted ones."""
+
+
+def scores(results: Sequence[Result]) -> dict[str, dict[str, dict[str, float]]]:
+    """Means over results: of each set and method, by the name of the score."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for title, corrupted in SETS.items():
+        found[title] = {}
+        for row, method in enumerate(results[0].methods):
+            runs = [result.methods[row].scores(result.digits.test[1], corrupted=corrupted) for result in results]
+            found[title][method.name] = {name: mean(run[name] for run in runs) for name in runs[0]}
+    return found
+
+
 def table(results: Sequence[Result]) -> Table:
     """A section for each test set: means over results, with their deviations, the best of each column in bold."""
     methods = [method.name for method in results[0].methods]
     grid = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 1, 0, 0))
     grid.add_column("", no_wrap=True)
-    for title, corrupted in (("Test digits", False), ("With noisy pixels", True)):
+    for title, corrupted in SETS.items():
         runs = [
             [method.scores(result.digits.test[1], corrupted=corrupted) for method in result.methods]
             for result in results

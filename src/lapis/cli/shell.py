@@ -107,6 +107,15 @@ def shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
+def counted(number: int, thing: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "row"), counted(1200, "row")
+    ('1 row', '1,200 rows')
+    """
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def as_json(result: Any) -> None:
     """The result as JSON on standard output; what is not finite is null."""
     sys.stdout.write(json.dumps(_finite(result), indent=2, ensure_ascii=False) + "\n")

@@ -155,7 +155,9 @@ def _numbers(name: str, column: Column) -> Column:
     values = np.asarray(column, dtype=np.float64).reshape(len(column), -1)
     bad = ~np.isfinite(values).all(1)
     if bad.any():
-        raise _no_number(name, int(bad.argmax()), "nothing, or infinity", f"a number ({int(bad.sum())} rows have none)")
+        raise _no_number(
+            name, int(bad.argmax()), "nothing, or infinity", f"a number (rows without one: {int(bad.sum())})"
+        )
     return values
 
 

@@ -7,13 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from lapis.cli.shell import AsJson, as_json, grid, readable, say
+from lapis.cli.shell import AsJson, as_json, counted, grid, readable, say
 from lapis.cli.tables.evaluate import scores
 from lapis.cli.tables.files import read_table
 from lapis.cli.tables.predict import Model, opened
 from lapis.errors import OptionError
 from lapis.posteriors.laplace.stored import LaplacePosterior
 from lapis.training import compare as compare_posteriors
+
+EVIDENCE = ("log_evidence", "probability", "effective_parameters", "weights")
 
 
 @readable
@@ -51,10 +53,17 @@ def compare(
         as_json(result)
         return
     ordered = sorted(result, key=lambda name: -result[name]["log_evidence"])
-    shown = [k for k in next(iter(result.values())) if k not in ("mae", "interval_score", "auroc_of_mistakes")]
-    heads = {"effective_parameters": "effective", "log_evidence": "log evidence"}
-    grid(
-        ["file", *(heads.get(key, key) for key in shown)],
-        [[n, *(result[n].get(k, "") for k in shown)] for n in ordered],
+    first = next(iter(result.values()))
+    scored = [key for key in first if key not in EVIDENCE and key not in ("mae", "interval_score", "auroc_of_mistakes")]
+    short = [Path(name).name for name in ordered]
+    names = short if len(set(short)) == len(short) else ordered
+    for keys in filter(None, (EVIDENCE, scored)):  # one below the other: together they are wider than a screen
+        grid(
+            ["file", *(key.replace("effective_parameters", "effective").replace("_", " ") for key in keys)],
+            [[name, *(result[path][key] for key in keys)] for name, path in zip(names, ordered, strict=True)],
+        )
+        say("")
+    say(
+        f"[dim]probability: of each model, given these data and the same chance before. {counted(table.n_data, 'row')}."
+        "[/]"
     )
-    say(f"\n[dim]probability: of each model, given these data and the same chance before. {table.n_data:,} rows.[/]")

@@ -6,6 +6,7 @@ import csv
 import importlib
 import sys
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,7 +38,7 @@ def read_table(path: Path) -> dict[str, Column]:
             f"{path} cannot be read",
             expected=f"a {path.suffix} file of numbers and words",
             got=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            do="export it again, without pickled objects",
+            do="leave pickled objects out" if path.suffix.lower() == ".npz" else "mend the file, or export it again",
         ) from error
     if not columns or not len(next(iter(columns.values()))):
         raise DataError(f"{path} is empty", expected="columns with at least one row", got="none", do="check the file")
@@ -52,7 +53,7 @@ def write_table(path: Path, columns: Mapping[str, Column]) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
             _write_csv(file, columns, "\t" if path.suffix.lower() == ".tsv" else ",")
     elif path.suffix.lower() == ".npz":
-        np.savez(path, **{name: _plain(column) for name, column in columns.items()})  # type: ignore[arg-type]
+        _write_npz(path, columns)
     elif path.suffix.lower() == ".parquet":
         _write_parquet(path, columns)
     else:
@@ -79,7 +80,7 @@ def _read_csv(path: Path) -> dict[str, Column]:
     names, cells = [name.strip() for name in rows[0]], rows[1:]
     twice = {name for name in names if names.count(name) > 1}
     if twice or "" in names:
-        raise ValueError(f"a header with {'a name twice: ' + min(twice) if twice else 'a column without a name'}")
+        raise ValueError(f"a header with {'the same name twice: ' + min(twice) if twice else 'a nameless column'}")
     for number, row in enumerate(cells, 2):
         if len(row) != len(names):
             raise ValueError(f"line {number} has {len(row)} cells, the header {len(names)}")
@@ -97,7 +98,9 @@ def _column(cells: list[str]) -> Column:
         words = [None if cell.lower() in MISSING else cell for cell in cells]
         return np.array(words, dtype=object)
     if len(known) == len(cells) and all(cell.lstrip("+-").isdigit() for cell in known):
-        return np.array([int(cell) for cell in cells])
+        whole = [int(cell) for cell in cells]
+        if max(map(abs, whole)) < 2**63:  # larger ones are no int64
+            return np.array(whole)
     found = iter(numbers)
     return np.array([float("nan") if cell.lower() in MISSING else next(found) for cell in cells])
 
@@ -140,6 +143,14 @@ def _read_npz(path: Path) -> dict[str, Column]:
         listed = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
         warnings.warn(f"Arrays without {length:,} rows are no columns: {listed}", LapisWarning, stacklevel=2)
     return kept
+
+
+def _write_npz(path: Path, columns: Mapping[str, Column]) -> None:
+    """As numpy.savez does, which cannot name an array "file"."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, column in columns.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, np.ascontiguousarray(_plain(column)), allow_pickle=False)
 
 
 def _plain(column: Column) -> Column:

@@ -10,7 +10,7 @@ import torch
 import typer
 from torch import Tensor
 
-from lapis.cli.shell import AsJson, as_json, facts, one_thread, readable, say, shown
+from lapis.cli.shell import AsJson, as_json, counted, facts, one_thread, readable, say, shown
 from lapis.cli.tables.columns import Columns, class_indices, class_values, real_targets, task_of
 from lapis.cli.tables.files import Column, read_table
 from lapis.cli.tables.networks import MLP, load_weights, make_network
@@ -86,7 +86,10 @@ def fit(
         return
     posterior = predictor.posterior
     guessed = "" if likelihood != "auto" else "  (by the target; --likelihood chooses another)"
-    say(f"[bold]{target}[/] from {len(columns.names)} columns, {posterior.n_data:,} rows: {predictor.task}{guessed}\n")
+    say(
+        f"[bold]{target}[/] from {counted(len(columns.names), 'column')}, {counted(posterior.n_data, 'row')}: "
+        f"{predictor.task}{guessed}\n"
+    )
     facts({name.replace("_", " "): value for name, value in result.items() if name not in ("task", "target", "inputs")})
     say(f"\n[dim]Next: lapis predict {out} NEW_DATA; lapis evaluate or diagnose {out} TEST_DATA[/]")
 

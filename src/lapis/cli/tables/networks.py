@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -32,18 +33,30 @@ def make_network(name: str) -> nn.Module:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        made = getattr(importlib.import_module(module_name), attribute)()
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise _bad(name, str(error), "a module that Python finds from here") from error
+    except Exception as error:  # the user's own code, which may raise anything
+        raise _bad(name, _words(error), "a module that can be imported") from error
+    try:
+        made = getattr(module, attribute)()
     except (AttributeError, TypeError) as error:
         raise _bad(name, str(error), "a function or class that takes no arguments") from error
+    except Exception as error:
+        raise _bad(name, _words(error), "a function that returns a torch.nn.Module") from error
     if not isinstance(made, nn.Module):
         raise _bad(name, type(made).__name__, "a function that returns a torch.nn.Module")
     return made
 
 
 def _bad(name: str, got: str, expected: str) -> OptionError:
-    return OptionError(f"{name!r} is no model", expected=expected, got=got, do="check the name")
+    return OptionError(f"{name!r} gives no model", expected=expected, got=got, do="check the name and the code")
+
+
+def _words(error: BaseException) -> str:
+    """An error's kind and the first line of its message, without the colours of a terminal."""
+    first = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -74,11 +87,13 @@ def _read(path: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, LookupError, ValueError, EOFError, OSError) as error:
+        # torch reads bytes that are no file of its own as instructions, and fails in many ways; none are run.
+        pickled = isinstance(error, pickle.UnpicklingError)
         raise FileError(
             f"{path} holds no weights that can be read safely",
             expected="a state dictionary of tensors: safetensors, or torch.save(model.state_dict(), ...)",
-            got=(str(error).splitlines() or [type(error).__name__])[0],
+            got="a pickle of something other than tensors, or a damaged file" if pickled else _words(error),
             do="save the state dictionary, not the whole model",
         ) from error
     for name in NESTED:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lapis.cli.shell import readable, say
+from lapis.cli.shell import AsJson, as_json, readable, say
 from lapis.cli.tables.columns import Columns, labelled
 from lapis.cli.tables.files import read_table
 from lapis.cli.tables.predict import File, Model, opened
@@ -31,6 +31,7 @@ def report(
     ] = None,
     model: Model = None,
     title: Annotated[str | None, typer.Option(help="Of the page.", show_default=False)] = None,
+    json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page about a fitted file, readable offline, with interactive plots."""
     check_writable(out)  # before the file is read
@@ -61,7 +62,10 @@ def report(
         classes=[str(label) for label in predictor.classes] or None,
         notes=notes,
     )
-    say(f"Report: {out}")
+    if json:
+        as_json({"file": str(out), "bytes": out.stat().st_size})
+    else:
+        say(f"Report: {out}")
 
 
 def _examples(predictor: Predictor, columns: Columns, path: Path | None) -> object:
