@@ -106,6 +106,14 @@ def test_a_triple_that_may_have_two_inputs_is_refused_with_what_to_do() -> None:
         lapis.laplace(net(), [{"features": X}], "classification")
 
 
+def test_single_examples_and_pairs_in_the_place_of_inputs_are_refused_with_what_to_do() -> None:
+    examples = [{"features": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+    with pytest.raises(lapis.DataError, match="batch single examples first"):
+        lapis.laplace(Named(), examples, "classification")
+    with pytest.raises(lapis.DataError, match="pass the first alone"):
+        lapis.laplace(net(), (X, Y), "classification").predict((X, Y))
+
+
 def test_training_shuffles_a_dictionary_as_it_does_a_pair() -> None:
     losses = [
         fit_network(model, data, "classification", epochs=3, batch_size=8)

@@ -303,7 +303,9 @@ def batches(
                     f"Inputs and targets of batch {index} differ in length",
                     expected=f"{length} targets",
                     got=f"targets of shape {tuple(targets.shape)}",
-                    do="pass one target for each example",
+                    do="pass one target for each example"
+                    if targets.dim()
+                    else "batch single examples first: torch.utils.data.DataLoader(data, batch_size=64)",
                 )
             check_finite(inputs, f"batch {index}")
             examples += length

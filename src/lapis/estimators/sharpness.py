@@ -22,7 +22,7 @@ LEAST = 16
 """Fewer examples are too few to judge by."""
 
 SPREAD = 1.0
-"""log s ~ N(0, SPREAD^2): examples that are all foretold well would ask for any s."""
+"""log s ~ N(0, SPREAD^2): examples that are all predicted well would ask for any s."""
 
 BATCH = 512
 """Examples predicted together."""

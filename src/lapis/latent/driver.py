@@ -123,7 +123,7 @@ def em(
     Args:
         model: where to start; or a function of a generator that makes starts, for `restarts`.
         data: what the model's `expectation` takes; for minibatches a tensor, or a list of sequences.
-        rounds: at most so many E- and M-steps from each start.
+        rounds: at most this many E- and M-steps from each start.
         tolerance: ends when a round raises the bound by less than this many nats a datum; with minibatches, when three
             epochs raise it by less than three times that.
         restarts: starts, of which the best is kept.

@@ -23,7 +23,7 @@ class GaussianMixture(MixtureEstimator):
     Args:
         n_components: K.
         covariance: "full", "tied" (one for all), "diagonal" or "spherical".
-        rounds: at most so many rounds of EM.
+        rounds: at most this many rounds of EM.
         tolerance: EM ends when a round raises the log likelihood by less than this many nats a row.
         restarts: starts (k-means from different seeds), of which the best is kept.
         floor: smallest variance of a component in any direction, relative to the mean variance of the columns; it keeps

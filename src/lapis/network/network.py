@@ -206,11 +206,12 @@ class Network:
                     output = torch.func.functional_call(self.module, dict(parameters), args, kwargs)
         except CALL_ERRORS as error:
             dtype = next(self.module.parameters()).dtype
+            several = "; a tuple is several arguments: of a pair (inputs, targets) pass the first alone"
             raise DataError(
                 "The network could not run on this input",
                 expected="inputs " + (f"like {self.signature}" if self.signature else f"as in training ({dtype})"),
                 got=f"{describe(inputs)}, and the network said: {first_line(error)}",
-                do="pass inputs of the shape and dtype that the network takes",
+                do="pass inputs of the shape and dtype that the network takes" + several * isinstance(inputs, tuple),
             ) from error
         return output_tensor(output)
 

@@ -28,8 +28,8 @@ MEANINGS = {
     "likelihood": "What the network's outputs say about the targets.",
     "noise": "Standard deviation of the targets around the network's function.",
     "prior precision": "How strongly weights were expected to be near zero, before any data.",
-    "log evidence": f"How well model and prior foretell the training data, {BETTER}",
-    "ELBO": f"A lower bound of the log evidence: how well model and prior foretell the training data, {BETTER}",
+    "log evidence": f"How well model and prior predict the training data, {BETTER}",
+    "ELBO": f"A lower bound of the log evidence: how well model and prior predict the training data, {BETTER}",
     "effective parameters": "Weights that the data determine; the others stay where the prior has them.",
 }
 
@@ -160,7 +160,7 @@ def _traces(posterior: Posterior) -> list[tuple[str, str, tuple[float, ...], str
             found.append(("ELBO", "Refinement", posterior.refinement.trace, f"{posterior.refinement}."))
     if isinstance(posterior, VariationalPosterior):
         found.append(("ELBO", "Variational inference", posterior.inference.trace, f"{posterior.inference}."))
-    return found
+    return [trace for trace in found if len(trace[2]) > 1]  # a point alone is no climb
 
 
 def effective_by_parameter(posterior: Posterior) -> dict[str, float] | None:
@@ -196,7 +196,7 @@ def layers(posteriors: Mapping[str, Posterior]) -> Section | None:
     if not traces:
         return None
     rows = max(len(trace["y"]) for trace in traces)
-    layout = {"xaxis": axis("effective parameters", type="log"), "yaxis": {"autorange": "reversed"}, "barmode": "group"}
+    layout = {"xaxis": axis("effective parameters", type="log", dtick=1), "yaxis": {"autorange": "reversed"}, "barmode": "group"}
     caption = (
         "The bar is the number of weights that the data determine; the mark is the number of all. A layer with a short "
         "bar could be smaller, or has not been trained."

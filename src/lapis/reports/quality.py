@@ -54,7 +54,7 @@ def scores(results: Mapping[str, Judged], evidences: Mapping[str, float], on: st
         for name in list(results)[:1]
         for column in columns
     ]
-    lead = f"How well {first.count:,} {on} examples are foretold, by the network alone and with its weights in doubt."
+    lead = f"How well {first.count:,} {on} examples are predicted, by the network alone and with its weights in doubt."
     return Section("scores", "How good the predictions are", lead, facts, notes, Table(head, cells, frozenset(best)))
 
 
@@ -153,4 +153,6 @@ def _two_histograms(name: str, title: str, word: str, known: Tensor, unknown: Te
              "marker": {"color": colour}}
         )  # fmt: skip
     layout = {"xaxis": axis(word), "yaxis": axis("share of examples"), "barmode": "overlay", "bargap": 0}
-    return Chart(name, title, "The less the two overlap, the better they are told apart.", traces, layout, 320)
+    return Chart(
+        name, title, "The less the two overlap, the better doubt separates them.", traces, layout, 320
+    )

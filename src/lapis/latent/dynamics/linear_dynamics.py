@@ -156,7 +156,7 @@ class LinearDynamics:
     def structural(
         cls, *, trend: bool = True, season: int | None = None, dtype: torch.dtype = DOUBLE
     ) -> LinearDynamics:
-        """A series as level, slope of the level (`trend`) and a season of so many steps, each with its own noise.
+        """A series as level, slope of the level (`trend`) and a season of this many steps, each with its own noise.
 
         level_t = level + slope + w,  slope_t = slope + w',  season_t = -(the season's last s - 1 values) + w''. Only
         these variances and that of y are fitted; the states start widely around the mean of the data.
@@ -198,7 +198,7 @@ class LinearDynamics:
 
         Args:
             sequences: one, or several.
-            rounds: at most so many rounds.
+            rounds: at most this many rounds.
             tolerance: EM ends when a round raises the log likelihood by less than this many nats an observed number.
             accelerate: extrapolated steps (SQUAREM), taken only where the likelihood does not fall.
             progress: show a bar; by default on a terminal only.

@@ -118,7 +118,7 @@ class HiddenMarkov:
         Args:
             sequences: one, or a list.
             labels: states that are known, like `sequences`: whole numbers (T,), -1 where unknown.
-            rounds: at most so many rounds of EM from each start.
+            rounds: at most this many rounds of EM from each start.
             tolerance: EM ends when a round raises the bound by less than this many nats a step of the sequences.
             restarts: starts, of which the best is kept; by default 3, or 1 if nothing is left to chance.
             batch_size: sequences a step, for stochastic EM.

@@ -46,7 +46,7 @@ def _judge_scores(own: Posterior, notes: Notes, seen: Seen, fitted: bool) -> Non
     gap, error = excess(seen.plain.log_probs, seen.posterior.log_probs)
     if not gap <= max(tolerable(own.likelihood, seen.outputs) if fitted else WORSE, 2 * error):
         notes.finding(
-            f"The posterior foretells these data worse than the network alone, by {gap:.3g} nats an example (standard "
+            f"The posterior predicts these data worse than the network alone, by {gap:.3g} nats an example (standard "
             f"error {error:.2g}): it is too doubtful.",
             own._advice(less=True),
         )

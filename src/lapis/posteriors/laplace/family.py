@@ -207,7 +207,7 @@ class LaplaceFamily(Refinable):
         checkpoint: str | os.PathLike[str] | None = None,
         progress: bool | None = None,
     ) -> Self:
-        """The posterior whose prior precisions, and Gaussian noise, foretell held-out data best.
+        """The posterior whose prior precisions, and Gaussian noise, predict held-out data best.
 
         All precisions are multiplied by a common factor, then up to 8 groups each by its own, where every block of the
         structure belongs to one group. Stored structures need one pass over the data; each candidate of others is a
@@ -221,7 +221,7 @@ class LaplaceFamily(Refinable):
                 p(D | theta)^(1 / temperature), and, for classification, that of the predictions: logits are multiplied
                 by a `sharpness` (temperature scaling), which can make a network that is too cautious surer. The network
                 alone is then a candidate with its logits scaled, and a weak prior, log sharpness ~ N(0, 1), keeps a
-                few examples that are all foretold well from asking for boundless certainty.
+                few examples that are all predicted well from asking for boundless certainty.
             link: for classification, how Gaussian logits become probabilities: see `predict`.
             batch_size: for data that are not batched yet.
             checkpoint: a file that a call with the same arguments goes on from, to the same numbers bit for bit.

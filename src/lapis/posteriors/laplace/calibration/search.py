@@ -55,7 +55,7 @@ EQUAL = 1e-6
 """Gains over the network alone below this many nats an example are rounding, and the network alone is the choice."""
 
 SPREAD = 1.0
-"""log sharpness ~ N(0, SPREAD^2). Without it, a few examples that are all foretold well ask for logits times 32."""
+"""log sharpness ~ N(0, SPREAD^2). Without it, a few examples that are all predicted well ask for logits times 32."""
 
 PLAIN = 60.0
 """log2 of the prior factor where the network alone is best: beside such a prior no doubt is left."""
@@ -170,7 +170,7 @@ def _batches(posterior: LinearisedPosterior, validation: Any, batch_size: int | 
     held = list(stream)
     if posterior._fitted_to(sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64):
         warnings.warn(
-            "The validation data are the data of the fit, which the network foretells better than new ones: the result "
+            "The validation data are the data of the fit, which the network predicts better than new ones: the result "
             "will be too sure. Pass examples that neither the network nor the posterior has seen.",
             LapisWarning,
             stacklevel=4,
@@ -190,7 +190,7 @@ def _searched(held: HeldOut, start: Setting, temperature: bool, progress: bool |
         doubtful, best = search.value(best), plain
         search.values[best] = plain_best
         warnings.warn(
-            f"No prior foretells the {count} validation examples better than the network alone "
+            f"No prior predicts the {count} validation examples better than the network alone "
             f"(log likelihood {plain_best / count:.4f} an example; {doubtful / count:.4f} with error "
             f"bars): the result predicts as the network does{_times(plain)}, without doubt about its weights. Try "
             'refine(data) before calibrate, structure="dense" or "ekfac", or weights="last_layer".',

@@ -73,7 +73,7 @@ class DrawnPosterior(LinearisedPosterior):
         batch_size: int | None = None,
         progress: bool | None = None,
     ) -> DrawnPosterior:
-        """The posterior whose draws' spread, and Gaussian noise, foretell held-out data best, from one pass over them.
+        """The posterior whose draws' spread, and Gaussian noise, predict held-out data best, from one pass over them.
 
         Draws know no prior: their covariance is multiplied by one factor, which is a temperature and the inverse of a
         prior precision at once, so that there is no other `temperature`. The network alone is among the candidates, as

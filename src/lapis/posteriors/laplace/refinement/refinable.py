@@ -88,7 +88,7 @@ class Refinable(GaussianPosterior):
             data: the data of the fit, in any order and batches; implicit posteriors hold them already.
             tune: tune prior precisions, and Gaussian noise, by the ELBO as well (variational expectation-maximisation);
                 by default where the posterior was tuned before.
-            max_rounds: at most so many rounds; a warning says if the ELBO is still rising.
+            max_rounds: at most this many rounds; a warning says if the ELBO is still rising.
             tolerance: the search ends when a round gains less than this many nats an example.
             tolerated_loss: for classifiers, nats an example by which to choose the `width` as in `tune`, where
                 leave-one-out holds. By default the width stays one, which is nearest to the true posterior.

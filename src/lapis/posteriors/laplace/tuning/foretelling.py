@@ -1,4 +1,4 @@
-"""The warning of `tune`: a posterior that foretells its own training data clearly worse than the network alone."""
+"""The warning of `tune`: a posterior that predicts its own training data clearly worse than the network alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def warn_of_doubt(
         return
     losses = [-float(torch.cat(parts).double().mean()) for parts in (found, plain)]
     warnings.warn(
-        f"The tuned posterior foretells its own training data worse than the network alone: a loss of {losses[0]:.3g} "
+        f"The tuned posterior predicts its own training data worse than the network alone: a loss of {losses[0]:.3g} "
         f"nats an example instead of {losses[1]:.3g}, on {count} of them. It doubts what the data make sure. Use "
         'refine(data), calibrate(validation) or weights="last_layer"; diagnose(data) tells more.',
         LapisWarning,
