@@ -196,7 +196,8 @@ def layers(posteriors: Mapping[str, Posterior]) -> Section | None:
     if not traces:
         return None
     rows = max(len(trace["y"]) for trace in traces)
-    layout = {"xaxis": axis("effective parameters", type="log", dtick=1), "yaxis": {"autorange": "reversed"}, "barmode": "group"}
+    across = axis("effective parameters", type="log", dtick=1)
+    layout = {"xaxis": across, "yaxis": {"autorange": "reversed"}, "barmode": "group"}
     caption = (
         "The bar is the number of weights that the data determine; the mark is the number of all. A layer with a short "
         "bar could be smaller, or has not been trained."

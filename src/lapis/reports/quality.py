@@ -153,6 +153,4 @@ def _two_histograms(name: str, title: str, word: str, known: Tensor, unknown: Te
              "marker": {"color": colour}}
         )  # fmt: skip
     layout = {"xaxis": axis(word), "yaxis": axis("share of examples"), "barmode": "overlay", "bargap": 0}
-    return Chart(
-        name, title, "The less the two overlap, the better doubt separates them.", traces, layout, 320
-    )
+    return Chart(name, title, "The less the two overlap, the better doubt separates them.", traces, layout, 320)
