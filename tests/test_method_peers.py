@@ -1,4 +1,4 @@
-"""Agreement with laplace-torch's subnetworks, torch-uncertainty's SWAG and posteriors' VI, where definitions agree.
+"""Agreement with laplace-torch's subnetworks, torch-uncertainty's SWAG, posteriors' VI and torchmetrics' metrics.
 
 Optional, as tests/test_laplace_torch.py is: `make peer-test` installs the peers and runs these.
 """
@@ -107,3 +107,20 @@ def test_the_elbo_is_that_of_posteriors() -> None:
     )
     error = float(parts.std() / math.sqrt(len(parts)))
     assert abs(float(parts.mean() - ours.elbo())) < 4 * math.hypot(error, ours.inference.elbo_error)
+
+
+def test_metrics_are_those_of_torchmetrics() -> None:
+    from torchmetrics import functional
+    from torchmetrics.functional.regression import continuous_ranked_probability_score
+
+    generator = torch.Generator().manual_seed(6)
+    probs = (2 * torch.randn(500, 4, dtype=F64, generator=generator)).softmax(-1)
+    classes = torch.randint(4, (500,), generator=generator)
+    theirs = functional.calibration_error(probs, classes, task="multiclass", num_classes=4, n_bins=15, norm="l1")
+    assert float(lapis.metrics.ece(probs, classes, bins=15)) == pytest.approx(float(theirs), rel=1e-6)
+    scores, labels = torch.rand(300, dtype=F64, generator=generator), torch.arange(300) % 3 == 0
+    for own, other in ((lapis.metrics.auroc, functional.auroc), (lapis.metrics.aupr, functional.average_precision)):
+        assert float(own(scores, labels)) == pytest.approx(float(other(scores, labels.long(), task="binary")), rel=1e-6)
+    draws, targets = (torch.randn(shape, dtype=F64, generator=generator) for shape in ((9, 50), (50,)))
+    expected = continuous_ranked_probability_score(draws.T, targets)
+    assert float(lapis.metrics.crps_of_samples(draws, targets, fair=False)) == pytest.approx(float(expected), rel=1e-6)

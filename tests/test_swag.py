@@ -15,6 +15,7 @@ from torch.optim.swa_utils import update_bn
 import lapis
 from lapis.files import read, write
 from lapis.posteriors.swag import RenewedSWAGPosterior
+from lapis.training import plain
 from untouched import untouched
 
 F64 = torch.float64
@@ -284,6 +285,48 @@ def test_one_call_trains_collects_and_leaves_the_mean() -> None:
     ):
         with pytest.raises(lapis.OptionError, match=message):
             run(**options)
+
+
+@pytest.mark.parametrize("batches", [7, 28, 45])  # of 4 an epoch: in training (6 epochs), and while collecting (8)
+def test_an_interrupted_call_goes_on_as_if_nothing_had_happened(
+    batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.linspace(-2, 2, 40, dtype=F64)[:, None]
+    y, path = (2 * x).sin(), tmp_path / "run.lapis"
+
+    def run(seed: int = 1, **options: Any) -> tuple[Any, nn.Module]:
+        torch.manual_seed(seed)
+        layers = (nn.Linear(1, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 1))
+        model = nn.Sequential(*layers).double()
+        options = {"epochs": 6, "snapshots": 8, "rank": 4, "batch_size": 10, **options}
+        return lapis.swag(model, (x, y), "regression", **options), model
+
+    posterior, model = run()
+    step, left = plain.take_step, iter(range(batches))
+
+    def interrupted(*rest: Any) -> Any:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return step(*rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(plain, "take_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(checkpoint=path)
+    taken: list[int] = []
+    monkeypatch.setattr(plain, "take_step", lambda *rest: taken.append(1) or step(*rest))
+    resumed, other = run(seed=2, checkpoint=path)  # other weights at the start do not matter
+    assert len(taken) == 56 - 4 * (batches // 4)
+    for name in ("mean", "variance", "deviations"):
+        assert torch.equal(getattr(resumed, name), getattr(posterior, name))
+    assert all(torch.equal(one, two) for one, two in zip(model.buffers(), other.buffers(), strict=True))
+    assert resumed.likelihood.noise == posterior.likelihood.noise
+    done, _ = run(checkpoint=path)
+    assert len(taken) == 56 - 4 * (batches // 4)
+    assert torch.equal(done.deviations, posterior.deviations)
+    for options in ({"rank": 3}, {"collecting_rate": 0.5}, {"generator": torch.Generator().manual_seed(3)}):
+        with pytest.raises(lapis.FileError, match="belongs to another SWAG run"):
+            run(checkpoint=path, **options)
 
 
 def test_one_call_renews_batch_norm_of_the_mean() -> None:

@@ -15,6 +15,7 @@ from lapis.options import check_arguments, check_positive
 from lapis.progress import track
 from lapis.training.budget import default_batch_size, plan_budget
 from lapis.training.data import own_randomness, shuffled, survey
+from lapis.training.state import KeptEpochs
 from lapis.training.step import OPTIMISERS, MakeOptimiser, check_optimiser, set_rate, take_step
 
 
@@ -33,6 +34,7 @@ def fit_network(
     penalty: Callable[[], Tensor] | None = None,
     on_epoch: Callable[[int, float], None] | None = None,
     progress: bool | None = None,
+    kept: KeptEpochs | None = None,
 ) -> tuple[float, ...]:
     """Train the model in place on mean_n -log p(y_n | f_n) + weight_decay / 2 |theta|^2; returns each epoch's loss.
 
@@ -54,6 +56,7 @@ def fit_network(
         penalty: called at every step; the 0-d tensor that it returns is added to the loss, and differentiated.
         on_epoch: called with the epoch's number, from one, and its mean loss, after each epoch.
         progress: show a bar; by default on a terminal only.
+        kept: where the state after each epoch goes, and that of an earlier run comes from.
 
     >>> x = torch.linspace(-1, 1, 32)[:, None]
     >>> net = nn.Linear(1, 1)
@@ -79,9 +82,10 @@ def fit_network(
         decay = 0.5 * weight_decay * torch.stack([p.square().sum() for p in parameters]).sum()
         return decay if penalty is None else decay + penalty()
 
-    losses: list[float] = []
+    losses = [] if kept is None else kept.resume(model, descent, source)
     with restored_modes(model):
-        for epoch in track(range(1, budget.epochs + 1), "training", budget.epochs, progress):
+        left = range(len(losses) + 1, budget.epochs + 1)
+        for epoch in track(left, "training", len(left), progress):
             model.train()
             set_rate(descent, budget.rate(epoch, schedule))
             total, count = 0.0, 0
@@ -93,6 +97,8 @@ def fit_network(
             losses.append(total / count)
             if on_epoch is not None:
                 on_epoch(epoch, losses[-1])
+            if kept is not None:
+                kept.after(model, descent, source, losses, epoch == budget.epochs)
     network.check_finite()
     return tuple(losses)
 

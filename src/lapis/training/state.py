@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lapis.batches import Inputs, map_tensors, take
+from lapis.checkpoint import Checkpoint
 from lapis.errors import DataError, FileError
 from lapis.network import Network
-from lapis.schema import entry, sound, tensor, wrong
+from lapis.schema import entry, sound, tensor, under, wrong
 
 PROBED = 16
 """Outputs by which a checkpoint knows a network again."""
@@ -110,3 +111,47 @@ def load_optimiser(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tenso
                     shape = () if value.dim() == 0 else tuple(parameters[index].shape)
                     tensor({key: value}, key, shape, None)
         optimiser.load_state_dict({"state": state, "param_groups": groups})
+
+
+class KeptEpochs:
+    """Epochs of plain training in a checkpoint: model, optimiser, losses and generator, as they are after each epoch.
+
+    Args:
+        kept: the checkpoint, which may hold an earlier run's state.
+        stage: what is trained for, in a word; a state of another stage is not taken up.
+        more: what else belongs to the state, as tensors and facts.
+    """
+
+    def __init__(
+        self, kept: Checkpoint, stage: str, more: Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
+    ) -> None:
+        self.kept, self.stage, self.more = kept, stage, more
+
+    def resume(self, model: nn.Module, optimiser: torch.optim.Optimizer, source: torch.Generator) -> list[float]:
+        """Losses of the epochs that an earlier run has done, after which model, optimiser and generator are put."""
+        tensors, facts = self.kept.tensors, self.kept.facts
+        if facts.get("stage") != self.stage:
+            return []
+        load_model(model, under("model.", tensors))
+        load_optimiser(optimiser, under("optimiser.", tensors), entry(facts, "optimiser", dict))
+        with sound("source"):
+            source.set_state(tensors["source"])
+        losses: list[float] = entry(facts, "losses", list[float])
+        return losses
+
+    def after(
+        self,
+        model: nn.Module,
+        optimiser: torch.optim.Optimizer,
+        source: torch.Generator,
+        losses: list[float],
+        last: bool,
+    ) -> None:
+        """Offer the state after an epoch to the checkpoint; that after the last one is written at once."""
+        moments, options = optimiser_parts(optimiser)
+        tensors, facts = self.more()
+        tensors |= {f"model.{name}": each for name, each in model_tensors(model).items()}
+        tensors |= {f"optimiser.{name}": each.clone() for name, each in moments.items()}
+        tensors["source"] = source.get_state()
+        facts |= {"stage": self.stage, "losses": list(losses), "optimiser": options}
+        self.kept.offer(tensors, facts, now=last)

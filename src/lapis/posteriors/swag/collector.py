@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,28 @@ class SWAG:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all snapshots to one file, whole or not at all, for `SWAG.load` after an interruption."""
-        tensors = {"mean": self.mean, "squares": self._squares}
+        config, tensors = self.state()
+        write(path, config | {"shapes": self.network.shapes}, tensors, FILE)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Counts, and copies of the moments and deviations; the inverse of `restored`."""
+        tensors = {"mean": self.mean.clone(), "squares": self._squares.clone()}
         if self._deviations:
             tensors["deviations"] = self.deviations
-        config = {"rank": self.rank, "collected": self.collected, "shapes": self.network.shapes}
-        write(path, config, tensors, FILE)
+        return {"rank": self.rank, "collected": self.collected}, tensors
+
+    @classmethod
+    def restored(cls, model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SWAG:
+        """The collector of this state; FileError unless it is one of such a model."""
+        collector = cls(model, count(config, "rank", least=0))
+        network = collector.network
+        collector.collected = count(config, "collected", least=0)
+        kept, size = min(collector.rank, collector.collected), (network.size,)
+        collector.mean = tensor(tensors, "mean", size).to(network.device)
+        collector._squares = tensor(tensors, "squares", size, least=0.0).to(network.device)
+        if kept:
+            collector._deviations.extend(tensor(tensors, "deviations", (kept, *size), network.dtype).to(network.device))
+        return collector
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> SWAG:
@@ -180,11 +198,4 @@ class SWAG:
                 got=f"shape {network.shapes.get(strange)}" if strange in network.shapes else "no such parameter",
                 do="build the network that the snapshots were collected from",
             )
-        collector = cls(model, count(config, "rank", least=0))
-        collector.collected = count(config, "collected", least=0)
-        kept, size = min(collector.rank, collector.collected), (network.size,)
-        collector.mean = tensor(tensors, "mean", size).to(network.device)
-        collector._squares = tensor(tensors, "squares", size, least=0.0).to(network.device)
-        if kept:
-            collector._deviations.extend(tensor(tensors, "deviations", (kept, *size), network.dtype).to(network.device))
-        return collector
+        return cls.restored(model, config, tensors)
