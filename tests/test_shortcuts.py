@@ -121,6 +121,10 @@ def break_patch_moments(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(patches, "add_patch_moment", wrong)
 
 
+def break_grouped_gradients(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(patches.KernelGradients, "of", scaled(patches.KernelGradients.of))
+
+
 def break_pooling(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pooling, "shifted_maxima", scaled(pooling.shifted_maxima))
 
@@ -236,6 +240,7 @@ PATHS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Answer
     "all examples under vmap": (break_vmapped_examples, diagonal_of_recurrent_weights),
     "patches of images": (break_patches, diagonal_of_images),
     "moments of patches": (break_patch_moments, kronecker_inputs_of_images),
+    "kernels' gradients by groups": (break_grouped_gradients, diagonal_of_images),
     "pooling in a fit": (break_pooling, last_layer_of_images),
     "pooling of drawn networks": (break_pooling, last_layer_sampled),
     "products by factors": (break_gram_factors, dense_of_perceptron),

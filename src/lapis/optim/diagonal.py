@@ -61,8 +61,8 @@ class DiagonalOptimizer(WithProcess, SamplingOptimizer):
         for own, group in groups:
             size, decay = scales(group)
             roots = torch._foreach_add([next(place) for _ in own], decay + group["damping"])
-            torch._foreach_sqrt_(roots)
-            torch._foreach_addcdiv_(own, [next(noise) for _ in own], roots, size**-0.5)
+            torch._foreach_pow_(roots, -0.5)  # three times as fast as a square root on processors
+            torch._foreach_addcmul_(own, [next(noise) for _ in own], roots, size**-0.5)
 
     def _update(self) -> None:
         for group in self.param_groups:
@@ -77,12 +77,20 @@ class DiagonalOptimizer(WithProcess, SamplingOptimizer):
         momenta, hessians = ([state[name] for state in states] for name in ("momentum", "hessian"))
         for state in states:
             state["step"] += 1
-        gradients = [p.grad.to(v.dtype) for p, v in zip(params, momenta, strict=True) if p.grad is not None]
+        gradients = [p.grad for p in params if p.grad is not None]
+        if any(g.dtype != v.dtype for g, v in zip(gradients, momenta, strict=True)):
+            gradients = [g.to(v.dtype) for g, v in zip(gradients, momenta, strict=True)]
         torch._foreach_lerp_(momenta, gradients, 1 - beta)
         precisions = self._move_hessians(group, hessians, [self._seen[p] for p in params])
+        rate = self._rate(group)
+        weights = {1 - beta ** state["step"] for state in states}  # of the gradients in their averages
+        if len(weights) == 1 and group["clip_radius"] == math.inf:
+            (weight,) = weights
+            steps = torch._foreach_add(momenta, params, alpha=decay * weight)
+            torch._foreach_addcdiv_(params, steps, precisions, -rate / weight)
+            return
         steps = torch._foreach_mul(momenta, [1 / (1 - beta ** state["step"]) for state in states])
         torch._foreach_add_(steps, params, alpha=decay)
-        rate = self._rate(group)
         if group["clip_radius"] == math.inf:
             torch._foreach_addcdiv_(params, steps, precisions, -rate)
             return

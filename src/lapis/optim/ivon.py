@@ -63,12 +63,12 @@ class IVON(DiagonalOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 0.1,
+        lr: float = 0.3,
         *,
         data_size: int | None = None,
         prior_precision: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.99999),
-        hess_init: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.9999),
+        hess_init: float = 0.5,
         temperature: float = 1.0,
         clip_radius: float = math.inf,
         rescale_lr: bool = True,
@@ -93,7 +93,11 @@ class IVON(DiagonalOptimizer):
     def _statistics(self, gradients: Mapping[Tensor, Tensor]) -> tuple[Statistics, float]:
         """(theta - m) g."""
         assert self._means is not None
-        return {p: (p.detach().to(state_dtype(p)) - self._means[p]).mul_(g) for p, g in gradients.items()}, 0.0
+        params = list(gradients)
+        drawn = [p.detach() if p.dtype == state_dtype(p) else p.detach().to(state_dtype(p)) for p in params]
+        found = torch._foreach_sub(drawn, [self._means[p] for p in params])
+        torch._foreach_mul_(found, list(gradients.values()))
+        return dict(zip(params, found, strict=True)), 0.0
 
     def _move_hessians(
         self, group: Mapping[str, Any], hessians: list[Tensor], seen: list[Tensor]

@@ -27,6 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lapis.batches import Inputs, batch_length, tensors_in
+from lapis.curvature.backward.contributions import Contribution, Outer
 from lapis.curvature.plan import planned_tape
 from lapis.curvature.recording.batch_axis import BatchAxis
 from lapis.curvature.recording.layers import Call, Use
@@ -35,6 +36,7 @@ from lapis.curvature.recording.sites import Site
 from lapis.curvature.tape import Tape
 from lapis.errors import ModelError
 from lapis.network import Network
+from lapis.optim.kernels import OfferedGradients, offer, takes_offer
 from lapis.optim.sampling import state_dtype
 from lapis.proofs import rounding
 
@@ -148,6 +150,7 @@ class Squares:
         inputs = _inputs(module, args, kwargs)
         tape = self._tape(inputs)
         stack = ExitStack()
+        stack.enter_context(OfferedGradients())  # below the listener, which sees the convolutions first
         self._open = (stack, stack.enter_context(tape.listening()), tape, batch_length(inputs))
 
     def _tape(self, inputs: Inputs) -> Tape:
@@ -273,13 +276,28 @@ class Squares:
             (found,) = record.contributions(record.f[None], [site])
             total = self._sums.setdefault(id(site), self._general.new_zeros(site.shape))
             self._sites[id(site)] = site
-            found.add_square_sum(total)
+            self._add(found, total, current.calls[keys[0]].edge.node if len(keys) == 1 else None)
             if current.coefficients is not None and current.claims is not None:
                 claim = found.gradient(current.coefficients.to(found.dtype)).reshape(site.shape)
                 site.scatter(claim.to(current.claims.dtype), current.claims, self.network)
         still = {key for others in current.calls_of.values() for key in others}
         for key in set(keys) - still:
             del current.calls[key], current.gradients[key], current.uses[key]
+
+    @staticmethod
+    def _add(found: Contribution, total: Tensor, node: Any) -> None:
+        """Add the squares; examples' gradients of a kernel, where they are formed, spare autograd their sum."""
+        if not (isinstance(found, Outer) and found.direct is not None and takes_offer(node)):
+            found.add_square_sum(total)
+            return
+        weights = total[..., : total.shape[-1] - int(found.bias)]
+        gradient = torch.zeros_like(weights)
+        for _, _, jacobian, column in found.pieces():
+            gradient += jacobian.sum((0, 2))
+            weights += jacobian.square_().sum((0, 2))
+            if found.bias:
+                total[..., -1] += column.square().sum((0, 2))
+        offer(node, gradient)
 
     def _uses(self, call: Call, axis: BatchAxis | None) -> list[Use]:
         """What the call's rule makes of it, in the precision of the sums (inputs may be in half precision)."""

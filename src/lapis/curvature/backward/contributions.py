@@ -43,6 +43,8 @@ class Outer:
     """`add_input_moment` without forming the inputs; returns False, having added nothing, if it cannot."""
     saving: int = 1
     """By which factor that takes less memory than the inputs."""
+    direct: tuple[Callable[[slice], Tensor], int] | None = None
+    """J of some examples, (b, K, M, O, I), without forming the inputs, and how many examples fit the cache."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,6 +73,17 @@ class Outer:
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """J in pieces that fit the cache: (examples, outputs, J as (b, K, M, o, I), its bias column (b, K, M, o))."""
         groups, seeds, batch, positions, outputs = self.g.shape
+        if self.direct is not None:
+            jacobian_of, step = self.direct
+            for b in range(0, batch, step):
+                examples = slice(b, min(b + step, batch))
+                yield (
+                    examples,
+                    slice(0, outputs),
+                    jacobian_of(examples),
+                    self.g[:, :, examples].sum(3).permute(2, 0, 1, 3),
+                )
+            return
         every = self.inputs()
         inputs = every.shape[-1]
         row = groups * seeds * max(inputs, 1) * self.g.element_size()
@@ -130,7 +143,7 @@ class Outer:
     def double(self) -> Outer:
         """In float64."""
         inputs = self.inputs
-        return replace(self, inputs=lambda: inputs().double(), g=self.g.double(), add_moment=None)
+        return replace(self, inputs=lambda: inputs().double(), g=self.g.double(), add_moment=None, direct=None)
 
     def project(self, vectors: Tensor) -> Tensor:
         """J v for weight vectors v (n, K, O, I): (B, M, n), a few vectors at a time."""
@@ -183,7 +196,7 @@ class Outer:
         """Positions merged: the mean of a, the sum of g."""
         inputs = self.inputs
         g = self.g.sum(3, keepdim=True)
-        return replace(self, inputs=lambda: inputs().mean(2, keepdim=True), g=g, add_moment=None)
+        return replace(self, inputs=lambda: inputs().mean(2, keepdim=True), g=g, add_moment=None, direct=None)
 
     def add_input_moment(self, total: Tensor) -> None:
         """Add the lower triangle of the sum over examples and positions of a a^T to `total` (K, I, I).

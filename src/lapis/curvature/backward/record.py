@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapis.batches import Inputs
-from lapis.curvature.backward.contributions import Contribution, Lookup, Outer, Rows
+from lapis.curvature.backward.contributions import CHUNK_BYTES, Contribution, Lookup, Outer, Rows
 from lapis.curvature.backward.entries import Entries
 from lapis.curvature.backward.gradients import Gradients
 from lapis.curvature.backward.per_example import PerExample
 from lapis.curvature.recording.layers import Call, LookupUse, OuterUse, RowsUse, Use
-from lapis.curvature.recording.patches import PATCH_MOMENTS
+from lapis.curvature.recording.patches import GROUPED_GRADIENTS, PATCH_MOMENTS
 from lapis.curvature.recording.sites import Plan, Site, Slot
 from lapis.proofs import Proofs
 
@@ -143,9 +144,10 @@ class Record:
                 self._inputs[id(site)] = made
             return made
 
+        direct = self._direct(site, uses)
         moments = [use.moment for use, _ in uses if use.moment is not None and site.weight is not None]
         if len(moments) < len(uses):
-            return Outer(inputs, g, site.bias is not None)
+            return Outer(inputs, g, site.bias is not None, direct=direct)
 
         def add_moment(total: Tensor) -> bool:
             if not all(self.proofs.holds(PATCH_MOMENTS, moment.key, moment.agrees) for moment in moments):
@@ -155,7 +157,18 @@ class Record:
             return True
 
         saving = min(moment.saving for moment in moments)
-        return Outer(inputs, g, site.bias is not None, add_moment, saving)
+        return Outer(inputs, g, site.bias is not None, add_moment, saving, direct)
+
+    def _direct(self, site: Site, uses: list[tuple[OuterUse, Tensor]]) -> tuple[Callable[[slice], Tensor], int] | None:
+        """Gradients of a kernel for each example, without patches; None if there are several uses, or J is large."""
+        (use, raw), *others = uses
+        kernels = use.kernels
+        if kernels is None or others or site.weight is None:
+            return None
+        fitting = CHUNK_BYTES // (len(raw) * kernels.weight.numel() * raw.element_size())
+        if not fitting or not self.proofs.holds(GROUPED_GRADIENTS, kernels.key, lambda: kernels.agrees(raw)):
+            return None
+        return partial(kernels.of, raw), fitting
 
     @staticmethod
     def _lookup(uses: list[tuple[LookupUse, Tensor]]) -> Lookup:

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from lapis.curvature.recording.batch_axis import BatchAxis
-from lapis.curvature.recording.patches import PatchMoment, count, patches, rows_overlap, transposed_patches
+from lapis.curvature.recording.patches import (
+    KernelGradients,
+    PatchMoment,
+    count,
+    patches,
+    rows_overlap,
+    transposed_patches,
+)
 from lapis.curvature.recording.sites import Slot
 
 
@@ -52,6 +59,8 @@ class OuterUse:
     gradient: Callable[[Tensor], Tensor]
     moment: PatchMoment | None = None
     """The sum of a a^T over the inputs a, where it is faster without forming them."""
+    kernels: KernelGradients | None = None
+    """Gradients of the weight for each example, where they are faster without forming the inputs."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +178,9 @@ def _convolution(call: Call, axis: BatchAxis, transposed: bool) -> list[Use]:
         return g if axis.trivial else axis.unfold(g, 2).flatten(3, 5)
 
     moment = PatchMoment(x, kernel, call.arguments, groups) if overlapping else None
-    return [OuterUse(slot, bias, inputs, gradient, moment)]
+    direct = not transposed and axis.trivial and KernelGradients.possible(x, weight, call.arguments)
+    kernels = KernelGradients(x, weight, call.arguments, groups) if direct else None
+    return [OuterUse(slot, bias, inputs, gradient, moment, kernels)]
 
 
 def convolution(call: Call, axis: BatchAxis) -> list[Use]:
@@ -239,7 +250,9 @@ def _norm(call: Call, axis: BatchAxis, trailing: int) -> list[Use]:
     """Weights multiply the normalised input; `trailing` axes of length one follow them."""
     with torch.no_grad():
         bare: dict[str, Any] = {name: None for name in ("weight", "bias") if name in call.arguments}
-        if call.arguments.get("training") or call.arguments.get("use_input_stats"):
+        if (statistics := _batch_statistics(call)) is not None:
+            bare |= statistics
+        elif call.arguments.get("training") or call.arguments.get("use_input_stats"):
             bare |= {"running_mean": None, "running_var": None}  # statistics of the batch; running ones are not moved
         normalised = call.function(**{**call.arguments, **bare})
     return [
@@ -251,6 +264,18 @@ def _norm(call: Call, axis: BatchAxis, trailing: int) -> list[Use]:
         )
         for name, slot in call.slots.items()
     ]
+
+
+def _batch_statistics(call: Call) -> dict[str, Any] | None:
+    """The mean and variance that batch norm in training mode has computed, as arguments of evaluation mode."""
+    node = call.edge.node
+    if not call.arguments.get("training") or type(node).__name__ != "NativeBatchNormBackward0":
+        return None
+    try:
+        mean, inverse = node._saved_result1, node._saved_result2
+    except RuntimeError:  # the graph has been freed
+        return None
+    return {"training": False, "running_mean": mean, "running_var": inverse**-2 - call.arguments["eps"]}
 
 
 def channel_norm(call: Call, axis: BatchAxis) -> list[Use]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lapis.proofs import close
 
 PATCH_MOMENTS = "moments of patches that share their rows"
+GROUPED_GRADIENTS = "gradients of kernels by convolutions of as many groups as examples"
 
 MANY_ROWS = 2
 """Output rows, as a multiple of the kernel's, from which `add_patch_moment` is faster than a product of patches."""
@@ -44,6 +45,12 @@ def _axes(kernel: tuple[int, ...], arguments: dict[str, Any]) -> list[Axis]:
         widths = (0,) * n if padding == "valid" else _tuple(padding, n)
         pads = [(w, w) for w in widths]
     return [Axis(k, s, d, *pad) for k, s, d, pad in zip(kernel, stride, dilation, pads, strict=True)]
+
+
+def convolution_options(kernel: tuple[int, ...], arguments: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    """Stride, padding (before the images) and dilation along each axis."""
+    axes = _axes(kernel, arguments)
+    return [axis.stride for axis in axes], [axis.before for axis in axes], [axis.dilation for axis in axes]
 
 
 def patches(x: Tensor, kernel: tuple[int, ...], arguments: dict[str, Any], groups: int) -> Tensor:
@@ -168,6 +175,60 @@ class PatchMoment:
         ones = a.new_ones(self.groups, 1, 1) * a.shape[1]
         pairs = ((found[:, :width, :width].tril(), (a.mT @ a).tril()), (found[:, -1, :width], a.sum(1)))
         return all(close(*pair) for pair in pairs) and close(found[:, -1:, -1:], ones)
+
+
+@dataclass(frozen=True)
+class KernelGradients:
+    """Gradients of a kernel for images x (N, channels, ...), one by one, without making patches.
+
+    Images as the groups of one convolution keep their gradients apart: torch's own kernels then do the work.
+    """
+
+    x: Tensor
+    weight: Tensor
+    arguments: dict[str, Any]
+    groups: int
+
+    @staticmethod
+    def possible(x: Tensor, weight: Tensor, arguments: dict[str, Any]) -> bool:
+        """Whether torch's convolution has these options: as much padding after the images as before them."""
+        symmetric = all(axis.before == axis.after for axis in _axes(tuple(weight.shape[2:]), arguments))
+        return symmetric and x.is_floating_point() and weight.dtype == x.dtype and len(x) > 0
+
+    @property
+    def key(self) -> Hashable:
+        """What the computation depends on beside the numbers."""
+        options = tuple(str(self.arguments[name]) for name in ("stride", "padding", "dilation"))
+        return (self.x.shape[1:], self.x.stride(), self.x.dtype, tuple(self.weight.shape), self.groups, options)
+
+    def of(self, raw: Tensor, examples: slice) -> Tensor:
+        """J (b, K, M, O, I) of some examples, from the gradients at the outputs, `raw` (M, N, outputs, ...)."""
+        x, rank = self.x.detach()[examples], self.x.dim() - 2
+        options = convolution_options(tuple(self.weight.shape[2:]), self.arguments)
+        weight = self.weight.detach().expand(len(x), *self.weight.shape).flatten(0, 1)
+        found = [
+            torch.ops.aten.convolution_backward(
+                seed[examples].reshape(1, -1, *raw.shape[3:]),
+                x.reshape(1, -1, *x.shape[2:]),
+                weight,
+                None,
+                *options,
+                False,
+                [0] * rank,
+                self.groups * len(x),
+                [False, True, False],
+            )[1].reshape(len(x), self.groups, self.weight.shape[0] // self.groups, -1)
+            for seed in raw
+        ]
+        return found[0].unsqueeze(2) if len(found) == 1 else torch.stack(found, 2)
+
+    def agrees(self, raw: Tensor) -> bool:
+        """Whether the first two examples' gradients, for the first seed, are the products of patches and outputs."""
+        few, kernel = slice(0, 2), tuple(self.weight.shape[2:])
+        g = raw[0, few].flatten(2)
+        g = g.reshape(len(g), self.groups, -1, g.shape[-1])
+        plain = g @ patches(self.x.detach()[few], kernel, self.arguments, self.groups).transpose(0, 1)
+        return close(self.of(raw[:1], few)[:, :, 0], plain)
 
 
 def _tuple(value: Any, n: int) -> tuple[int, ...]:
