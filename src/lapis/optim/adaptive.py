@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
+from lapis.optim.checks import check_data_size, checked_parameters
 from lapis.optim.gaussian import WithProcess, gaussian_posterior
-from lapis.optim.sampling import check_data_size, checked_parameters
 from lapis.options import check_arguments, check_count, check_positive
 from lapis.posteriors.factored import FactoredPosterior
 from lapis.posteriors.posterior import MEMORY_BUDGET

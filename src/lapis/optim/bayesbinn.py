@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
+from lapis.optim.checks import check_betas
 from lapis.optim.gaussian import facts_of, trained_network
-from lapis.optim.sampling import SamplingOptimizer, Statistics, check_betas, state_dtype
+from lapis.optim.sampling import SamplingOptimizer, Statistics, state_dtype
 from lapis.options import check_arguments, check_positive
 from lapis.posteriors.binary import BinaryPosterior
 from lapis.posteriors.posterior import MEMORY_BUDGET

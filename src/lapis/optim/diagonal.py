@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lapis.likelihoods import Likelihood
+from lapis.optim.checks import check_betas
 from lapis.optim.gaussian import WithProcess, gaussian_posterior
-from lapis.optim.sampling import SamplingOptimizer, check_betas, state_dtype
+from lapis.optim.sampling import SamplingOptimizer, state_dtype
 from lapis.options import check_arguments, check_positive
 from lapis.posteriors.factored import FactoredPosterior
 from lapis.posteriors.posterior import MEMORY_BUDGET

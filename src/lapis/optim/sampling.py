@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 
 from lapis.errors import DataError, OptionError
 from lapis.network.untouched import keep_freed_memory
+from lapis.optim.attached import Attached
+from lapis.optim.checks import check_data_size, checked_parameters
 from lapis.optim.draws import Draws
-from lapis.options import check_between, check_count, check_positive, shown
+from lapis.options import check_arguments, check_positive, shown
 from lapis.ranks import Ranks
 
 Statistics = dict[Tensor, Tensor]
@@ -68,6 +70,7 @@ class SamplingOptimizer(Optimizer):
         """Draws that have been differentiated within `sampled()` since the last step."""
         self._means: dict[Tensor, Tensor] | None = None
         """The means, while the weights are a draw."""
+        self._attached: Attached | None = None
         super().__init__(checked_parameters(params), defaults)
 
     # to be implemented by each class ---------------------------------------------------------------
@@ -96,6 +99,13 @@ class SamplingOptimizer(Optimizer):
         """A context around every forward and backward pass at a draw."""
         return nullcontext()
 
+    def _begun(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Told of the call of an attached module that a draw was made for."""
+
+    def _differentiates(self) -> bool:
+        """Whether the present backward pass is the optimiser's own."""
+        return False
+
     # drawing ---------------------------------------------------------------------------------------
 
     @contextmanager
@@ -120,6 +130,28 @@ class SamplingOptimizer(Optimizer):
             self._seen[p] = self._seen[p] + value if p in self._seen else value
         self._examples += examples
         self._contexts += 1
+
+    def attach(self, model: nn.Module) -> Attached:
+        """Draw in every training pass of the model, for loops that call `step()` alone, such as Hugging Face's Trainer.
+
+        A forward pass in training mode with gradients enabled runs at drawn weights; when its loss has been
+        backpropagated the weights are the mean again, and `step()` may follow. Passes before a step are draws of their
+        own. Ends with `.remove()` of what is returned.
+        """
+        check_arguments(SamplingOptimizer.attach, locals())
+        self._settle()
+        self._attached = Attached(model, self)
+        return self._attached
+
+    @property
+    def is_draw(self) -> bool:
+        """Whether the weights are a draw now."""
+        return self._means is not None
+
+    def _settle(self) -> None:
+        """Bring the mean back if an attached network has been left at a draw."""
+        if self._attached is not None:
+            self._attached.close()
 
     @contextmanager
     def _drawn(self) -> Iterator[None]:
@@ -152,6 +184,7 @@ class SamplingOptimizer(Optimizer):
                 `draws` times, each time at new weights. Without one, the gradients are those of `sampled()`.
         """
         loss = None
+        self._settle()
         if closure is not None:
             loss = self._run(closure)
         elif not self._contexts:
@@ -159,7 +192,7 @@ class SamplingOptimizer(Optimizer):
                 "The loss has not been differentiated at drawn weights",
                 expected="step(closure), or loss.backward() within `with optimiser.sampled():` before step()",
                 got="step() alone",
-                do="wrap the forward and backward pass in `with optimiser.sampled():`",
+                do="wrap the forward and backward pass in `with optimiser.sampled():`, or call optimiser.attach(model)",
             )
         with torch.no_grad():
             if self._ranks is not None:
@@ -277,6 +310,7 @@ class SamplingOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps depend on: groups, moments, step counts, and the state of the draws."""
+        self._settle()
         return {**super().state_dict(), "draws": {"seed": self._noise.seed, "made": self._noise.made}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -304,7 +338,7 @@ class SamplingOptimizer(Optimizer):
             name: self.__dict__[name]
             for name in ("draws", "_ranks", "_checked_ranks", "_noise", "_seen", "_examples", "_contexts", "_means")
         }
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **own, "_attached": None}
 
 
 class _Mark:
@@ -328,44 +362,3 @@ def _never(gradient: Tensor) -> bool:
 def state_dtype(p: Tensor) -> torch.dtype:
     """The dtype of moments: half precision would lose averages over thousands of steps."""
     return p.dtype if p.dtype in (torch.float32, torch.float64) else torch.float32
-
-
-def check_data_size(size: Any) -> None:
-    """Raise unless this is a number of examples."""
-    if size is None:
-        raise OptionError(
-            "The number of training examples is missing",
-            expected="data_size, which says how much data the posterior rests on",
-            got="none",
-            do="pass data_size=len(dataset)",
-        )
-    check_count("data_size", size)
-
-
-def check_betas(betas: Any, count: int = 2) -> None:
-    """Raise unless these are decay rates from [0, 1)."""
-    if not isinstance(betas, (tuple, list)) or len(betas) != count:
-        raise OptionError("Bad betas", expected=f"{count} decay rates", got=shown(betas), do="pass such a tuple")
-    for beta in betas:
-        if beta != 0:
-            check_between("betas", beta, 0, 1)
-
-
-def checked_parameters(params: Any) -> list[Any]:
-    """Parameters or groups as a list; OptionError if these are none."""
-    if isinstance(params, (nn.Module, Tensor)) or not isinstance(params, Iterable):
-        raise OptionError(
-            "These are no parameters",
-            expected="an iterable of parameters, or of dictionaries with a group of them",
-            got=type(params).__name__,
-            do="pass model.parameters()",
-        )
-    found = list(params)
-    if not found:
-        raise OptionError("There are no parameters", expected="at least one", got="none", do="pass model.parameters()")
-    strange = [each for each in found if not isinstance(each, (Tensor, dict, tuple))]
-    if strange:
-        raise OptionError(
-            "These are no parameters", expected="tensors or groups", got=shown(strange[0]), do="pass model.parameters()"
-        )
-    return found

@@ -99,13 +99,18 @@ class Squares:
         self._own = False
         """Whether the network runs, or is differentiated, on behalf of this class."""
 
+    @property
+    def differentiates(self) -> bool:
+        """Whether the present backward pass is one of this class's own."""
+        return self._own
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Within the context, passes through the network are recorded; `totals` tells what they gave."""
         self._reset()
         module = self.network.module
         handles = [
-            module.register_forward_pre_hook(self._begin, with_kwargs=True),
+            module.register_forward_pre_hook(self.begin, with_kwargs=True),
             module.register_forward_hook(self._end, with_kwargs=True, always_call=True),
         ]
         try:
@@ -141,7 +146,8 @@ class Squares:
 
     # the forward pass ------------------------------------------------------------------------------
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook before the forward pass: listen from here on."""
         if self._own or not torch.is_grad_enabled():
             return
         if self._open is not None:  # a network that calls itself

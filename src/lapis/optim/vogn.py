@@ -111,6 +111,13 @@ class VOGN(DiagonalOptimizer):
             self._squares = Squares(Network(self.model, lambda _, p: id(p) in held))
         return self._squares.recording()
 
+    def _begun(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is self.model and self._squares is not None:
+            self._squares.begin(module, args, kwargs)
+
+    def _differentiates(self) -> bool:
+        return self._squares is not None and self._squares.differentiates
+
     def _statistics(self, gradients: Mapping[Tensor, Tensor]) -> tuple[Statistics, float]:
         """The sum over examples of squared gradients of the mean loss, and how many they are."""
         assert self._squares is not None

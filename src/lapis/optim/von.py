@@ -15,9 +15,10 @@ from lapis.errors import ModelError, NotPositiveDefiniteError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import flat_gradient
+from lapis.optim.checks import check_betas
 from lapis.optim.diagonal import scales
 from lapis.optim.gaussian import WithProcess, facts_of, trained_network
-from lapis.optim.sampling import SamplingOptimizer, Statistics, check_betas
+from lapis.optim.sampling import SamplingOptimizer, Statistics
 from lapis.options import check_arguments
 from lapis.posteriors.factored import FactoredPosterior
 from lapis.posteriors.posterior import MEMORY_BUDGET

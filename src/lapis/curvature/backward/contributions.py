@@ -341,7 +341,7 @@ def one_seed(contribution: Contribution, seed: int) -> Contribution:
     """The Jacobian of one of the M seeds."""
     chosen = slice(seed, seed + 1)
     if isinstance(contribution, Outer):
-        return replace(contribution, g=contribution.g[:, chosen])
+        return replace(contribution, g=contribution.g[:, chosen], direct=None)
     if isinstance(contribution, Lookup):
         return replace(contribution, g=contribution.g[chosen])
     return Rows(contribution.values[chosen])

@@ -1,0 +1,171 @@
+"""Optimisers attached to a network: loops that know nothing of draws take the same steps as `sampled()`."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lapis.errors import OptionError
+from lapis.optim import IVON, VOGN, BayesBiNN
+
+N = 40
+
+
+def problem() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(N, 3)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)), x, (x[:, 0] > 0).long()
+
+
+def optimiser_of(kind: str, model: nn.Module) -> Any:
+    if kind == "VOGN":
+        return VOGN(model, data_size=N)
+    if kind == "IVON":
+        return IVON(model.parameters(), data_size=N)
+    return BayesBiNN(model.parameters(), data_size=N, start=1.0, temperature=0.5)
+
+
+@pytest.mark.parametrize("kind", ["IVON", "VOGN", "BayesBiNN"])
+def test_a_plain_loop_takes_the_steps_of_sampled(kind: str) -> None:
+    """Two micro-batches a step, gradients clipped before it, an evaluation after it."""
+    model, x, y = problem()
+    twin = copy.deepcopy(model)
+    optimiser, other = optimiser_of(kind, model), optimiser_of(kind, twin)
+    handle = optimiser.attach(model)
+    for _ in range(3):
+        optimiser.zero_grad()
+        other.zero_grad()
+        for part in (slice(0, 20), slice(20, 40)):
+            mean = [p.detach().clone() for p in model.parameters()]
+            loss = F.cross_entropy(model(x[part]), y[part]) / 2
+            assert not torch.equal(mean[0], model[0].weight)
+            loss.backward()
+            assert all(torch.equal(one, two) for one, two in zip(mean, model.parameters(), strict=True))
+            with other.sampled():
+                (F.cross_entropy(twin(x[part]), y[part]) / 2).backward()
+        for each in (model, twin):
+            nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+        optimiser.step()
+        other.step()
+        model.eval()
+        with torch.no_grad():
+            assert torch.equal(model(x), twin(x))
+        model.train()
+    handle.remove()
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(OptionError, match="drawn weights"):
+        optimiser.step()
+
+
+def test_failures_leave_the_mean() -> None:
+    model, x, _ = problem()
+    mean = model[0].weight.detach().clone()
+    optimiser = IVON(model.parameters(), data_size=N)
+    optimiser.attach(model)
+    with pytest.raises(RuntimeError):
+        model(x[:, :2])
+    assert torch.equal(model[0].weight, mean)
+    model(x)  # a loss that fails, or is not differentiated, leaves a draw until the optimiser or the network is used
+    model.eval()
+    model(x)
+    assert torch.equal(model[0].weight, mean)
+    model.train()
+    model(x)
+    optimiser.state_dict()
+    assert torch.equal(model[0].weight, mean)
+    total = model(x).sum()
+    model[0].weight.register_hook(_fail)
+    with pytest.raises(RuntimeError, match="in the backward pass"):
+        total.backward()
+    optimiser.state_dict()
+    assert torch.equal(model[0].weight, mean)
+
+
+def _fail(gradient: Tensor) -> None:
+    raise RuntimeError("in the backward pass")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_trains_unmodified(tmp_path: Path) -> None:
+    """Its Trainer passes a closure to step: the same steps as a loop of one's own."""
+    lightning = pytest.importorskip("lightning")
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model, x, y = problem()
+    twin = copy.deepcopy(model)
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return F.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            optimiser = IVON(self.model.parameters(), data_size=N)
+            return [optimiser], [torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 3)]
+
+    trainer = lightning.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Module(), DataLoader(TensorDataset(x, y), 20))
+    other = IVON(twin.parameters(), data_size=N)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(other, 3)
+    for _ in range(3):
+        for part in (slice(0, 20), slice(20, 40)):
+
+            def closure(part: slice = part) -> Tensor:
+                other.zero_grad()
+                loss = F.cross_entropy(twin(x[part]), y[part])
+                loss.backward()
+                return loss
+
+            other.step(closure)
+        schedule.step()
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_hugging_face_trains_unmodified(tmp_path: Path, accumulated: int) -> None:
+    """Its Trainer calls step() alone, after clipping: `attach` is enough, and the steps are those of `sampled()`."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    options = transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(options)
+    twin = copy.deepcopy(model)
+    tokens = torch.randint(1, 20, (16, 5))
+    labels = (tokens[:, 0] > 10).long()
+    data = [{"input_ids": t, "labels": y} for t, y in zip(tokens, labels, strict=True)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=2, report_to=[], use_cpu=True,
+        gradient_accumulation_steps=accumulated, save_strategy="no", disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+
+    class Sampled(transformers.Trainer):  # type: ignore[name-defined,misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            with other.sampled():
+                return super().training_step(*args, **kwargs)
+
+    optimiser, other = (IVON(each.parameters(), data_size=16) for each in (model, twin))
+    optimiser.attach(model)
+    before = model.classifier.weight.detach().clone()
+    for trainer, network, its in ((transformers.Trainer, model, optimiser), (Sampled, twin, other)):
+        schedule = torch.optim.lr_scheduler.LambdaLR(its, lambda _: 1.0)
+        trainer(network, arguments, train_dataset=data, optimizers=(its, schedule)).train()
+    assert not torch.equal(model.classifier.weight, before)
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, two)
