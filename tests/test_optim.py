@@ -134,7 +134,7 @@ def test_estimates_of_the_hessian_are_unbiased() -> None:
     """The mean of 20,000 estimates for each of 3 weights is within 5 standard errors: false alarms below 2e-6."""
     model, loss, precision, mean = regressions(500)
     model.weight.data.copy_(mean + 0.1)
-    optimiser = IVON(model.parameters(), data_size=N, prior_precision=0.5)
+    optimiser = IVON(model.parameters(), data_size=N, prior_precision=0.5, hess_init=1.0)
     found = []
     for _ in range(40):
         optimiser.zero_grad()
@@ -153,7 +153,8 @@ def test_ivon_learns_the_mean_field_posterior_of_a_linear_regression() -> None:
     alarms below 2e-6 for each of 6 numbers) and 2 %, which allows for the finite memory of the averages.
     """
     model, loss, precision, mean = regressions(1000)
-    optimiser = IVON(model.parameters(), lr=0.1, data_size=N, prior_precision=0.5, betas=(0.9, 0.998), rescale_lr=False)
+    options = {"prior_precision": 0.5, "betas": (0.9, 0.998), "hess_init": 1.0, "rescale_lr": False}
+    optimiser = IVON(model.parameters(), lr=0.1, data_size=N, **options)
 
     def closure() -> Tensor:
         optimiser.zero_grad()
@@ -309,7 +310,7 @@ def test_schedulers_and_groups_have_their_say(name: str) -> None:
 def test_groups_keep_options_of_their_own() -> None:
     model = network()
     groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters(), "prior_precision": 9.0}]
-    optimiser = IVON(groups, lr=0.1, data_size=N)
+    optimiser = IVON(groups, lr=0.1, data_size=N, hess_init=1.0, betas=(0.9, 0.99999))
     first, last = model[0].weight.detach().clone(), model[2].weight.detach().clone()
     train(optimiser, model, range(3))
     assert torch.equal(model[0].weight, first)
