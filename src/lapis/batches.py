@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lapis.errors import DataError, LikelihoodError, ModelError
 from lapis.hashing import Hashes, hash_rows, mix
-from lapis.options import check_count
+from lapis.options import UNREADABLE, check_count
 
 Inputs: TypeAlias = Any
 """A tensor, a tuple of inputs, or a mapping from names to inputs."""
@@ -158,7 +158,7 @@ def _tensor(values: Any, what: str) -> Tensor:
     try:
         # lists through numpy: torch would convert their numbers to single precision
         tensor = torch.as_tensor(np.asarray(values) if isinstance(values, (list, tuple)) else values)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except UNREADABLE as error:
         raise DataError(
             f"The {what} are not numbers",
             expected="a tensor, an array or a list of numbers",

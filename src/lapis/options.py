@@ -26,6 +26,9 @@ from lapis.errors import DataError, LapisError, OptionError
 LARGEST = 2**63 - 1
 """The largest whole number that torch can count to."""
 
+UNREADABLE = (TypeError, ValueError, RuntimeError, OverflowError)
+"""What numpy and torch raise when asked to read what are no numbers."""
+
 
 def check_arguments(
     function: Callable[..., Any],

@@ -19,7 +19,7 @@ from lapis.batches import all_finite
 from lapis.errors import DataError, PriorError
 from lapis.network import Network
 from lapis.normalised import find_normalised
-from lapis.options import check_arguments, checked_tensor, shown
+from lapis.options import UNREADABLE, check_arguments, checked_tensor, shown
 from lapis.schema import entry, tensor, wrong
 
 Groups: TypeAlias = str | Mapping[str, str | Sequence[str]] | Callable[[str], str]
@@ -285,7 +285,7 @@ def _numbers(value: Any, what: str) -> Tensor:
     try:
         tensor = checked_tensor(what, torch.as_tensor(value))
         return tensor if tensor.dtype == torch.float64 else torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError, OverflowError, DataError) as error:
+    except (*UNREADABLE, DataError) as error:
         raise PriorError(
             f"The {what} is no number",
             expected="a number, or a tensor or list of numbers",

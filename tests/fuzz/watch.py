@@ -151,7 +151,9 @@ def may_be_infinite(name: str) -> bool:
 
 def not_finite(result: Any) -> bool:
     return any(
-        tensor.is_floating_point() and tensor.device.type != "meta" and not bool(torch.isfinite(tensor.detach()).all())
+        tensor.is_floating_point()
+        and tensor.device.type != "meta"
+        and not bool(torch.isfinite(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()).all())
         for tensor in tensors_of(result)
     )
 

@@ -20,7 +20,7 @@ from lapis.estimators.perceptron import Perceptron, checked_hidden
 from lapis.estimators.predictor import Predictor, unpacked
 from lapis.estimators.scaling import Scaling
 from lapis.estimators.sharpness import chosen_sharpness
-from lapis.options import check_choice
+from lapis.options import LARGEST, check_choice
 from lapis.posteriors import LaplacePosterior
 from lapis.training import train
 from lapis.training.budget import default_batch_size
@@ -76,6 +76,8 @@ class LaplaceEstimator(BaseEstimator):  # type: ignore[misc]
         if sample_weight is None:
             return rows, targets
         weights = _check_sample_weight(sample_weight, rows, dtype=np.float64, ensure_non_negative=True)
+        if not np.isfinite(weights).all() or weights.max() > LARGEST:
+            raise ValueError(f"sample_weight must count examples; got {weights.max():g}")
         counts = weights.round().astype(np.int64)
         if not np.array_equal(counts, weights):
             raise ValueError(

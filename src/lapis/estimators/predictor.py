@@ -15,7 +15,7 @@ from lapis.errors import DataError, FileError, OptionError
 from lapis.estimators.perceptron import Perceptron
 from lapis.estimators.scaling import Scaling
 from lapis.files import read, write
-from lapis.options import check_arguments, checked_numbers, checked_tensor, shown
+from lapis.options import UNREADABLE, check_arguments, checked_numbers, checked_tensor, shown
 from lapis.posteriors.posterior import Posterior
 from lapis.posteriors.storage import pack, unpack
 from lapis.predictions import ClassificationPrediction, RegressionPrediction
@@ -202,7 +202,7 @@ def unpacked(
 def _as_numbers(x: Any) -> Tensor:
     try:
         rows = x if isinstance(x, Tensor) else torch.as_tensor(x)
-    except (TypeError, ValueError, RuntimeError) as error:  # what each of torch's converters raises
+    except UNREADABLE as error:  # what each of torch's converters raises
         raise DataError("These are no inputs", expected="numbers (N, D)", got=shown(x), do="convert them") from error
     return checked_tensor("x", rows)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lapis.batches import take
 from lapis.errors import LikelihoodError, ModelError, OptionError
 from lapis.export.links import Probabilities
 from lapis.export.parts import Covariance
 from lapis.export.tangent import Tangent
 from lapis.likelihoods import Bernoulli, Categorical, Gaussian
+from lapis.network.calling import first_line
 from lapis.options import check_arguments
 from lapis.posteriors.laplace.stored import LaplacePosterior
 from lapis.posteriors.posterior import Posterior
@@ -36,6 +37,7 @@ class Predictive(nn.Module):
         super().__init__()
         network, likelihood = posterior.network, posterior.likelihood
         self.task = "regression" if isinstance(likelihood, Gaussian) else "classification"
+        self.link = link
         self.binary = isinstance(likelihood, Bernoulli)
         self.probabilities = Probabilities(link, posterior.n_outputs, self.binary).to(network.device, network.dtype)
         self.sharpness = posterior._sharpness()
@@ -97,7 +99,56 @@ def predictive(posterior: Posterior, *, link: Link = "quasi") -> Predictive:
         )
     posterior.check_network()
     _check_outputs(posterior)
-    return Predictive(posterior, link)
+    made = Predictive(posterior, link)
+    _prove(made, posterior)
+    return made
+
+
+def _prove(made: Predictive, posterior: LaplacePosterior) -> None:
+    """Raise unless the module's outputs are those of the posterior, on a few inputs of the fit or like them."""
+    example, regression = _like_the_data(posterior), made.task == "regression"
+    told: Any = posterior.predict(example, method="linearised", link=None if regression else made.link)
+    try:
+        found = made(example)
+    except (RuntimeError, IndexError, TypeError) as error:
+        raise _not_so(f"an error: {first_line(error)}") from error
+    if regression:
+        wanted = (told.mean, told.std, told.epistemic_variance.sqrt())
+    else:
+        wanted = (told.probs, told.entropy, told.f_variance.sqrt())
+    tolerance = 1e-6 if posterior.network.dtype == torch.float64 else 1e-3
+    for one, other in zip(found, wanted, strict=True):
+        off = float((one - other.reshape(one.shape)).abs().max() / other.abs().max().clamp_min(1e-30))
+        if not off <= tolerance:
+            raise _not_so(f"other numbers, by {off:.2g} of the largest")
+
+
+def _not_so(got: str) -> ModelError:
+    return ModelError(
+        "The network cannot be exported",
+        expected="layers that are called once, each row an example, and whose weights nothing else uses",
+        got=got,
+        do='fit with weights="last_layer", or predict in Python',
+    )
+
+
+def _like_the_data(posterior: LaplacePosterior) -> Tensor:
+    """The example that the fit kept; of a loaded posterior, made-up inputs of the shape that its file names."""
+    network = posterior.network
+    if isinstance(network.example, Tensor):
+        return network.example
+    found = re.fullmatch(r"\((\d+(?:, \d+)*),?\) (\w+)", posterior.facts.signature)
+    if found is None:
+        raise ModelError(
+            "Nothing says what the inputs are like",
+            expected="a posterior that was fitted to data",
+            got=posterior.facts.signature or "one without data",
+            do="fit it again",
+        )
+    shape, dtype = [int(side) for side in found[1].split(", ")][1:], getattr(torch, found[2])
+    source = torch.Generator().manual_seed(0)
+    made = torch.randn(4, *shape, generator=source, dtype=torch.float64)
+    return (made if dtype.is_floating_point else made > 0).to(network.device, dtype)
 
 
 def _check_outputs(posterior: LaplacePosterior) -> None:
@@ -114,6 +165,3 @@ def _check_outputs(posterior: LaplacePosterior) -> None:
             got=f"{posterior.curvature.positions} positions",
             do="export the network that ends in one position",
         )
-    if example is not None:
-        with posterior.network.prepared(), torch.no_grad():
-            posterior.network.call(take(example, 0, 1))

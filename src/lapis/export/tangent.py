@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lapis.errors import ModelError
+from lapis.network.calling import output_tensor
 from lapis.posteriors.laplace.stored import LaplacePosterior
 
 
@@ -49,6 +50,8 @@ class Tangent(nn.Module):
 
         def hook(path: str) -> Any:
             def note(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+                if path in seen or inputs[0].dim() != 2:
+                    raise _not_once(path, "twice" if path in seen else f"for inputs {tuple(inputs[0].shape)}")
                 seen[path] = (inputs[0], output)
 
             return note
@@ -56,8 +59,11 @@ class Tangent(nn.Module):
         handles = [layer.register_forward_hook(hook(path)) for path, layer in self.layers.items()]
         try:
             with torch.enable_grad():
-                f = self.model(x)
+                f = output_tensor(self.model(x))
                 f = f.reshape(f.shape[0], self.outputs)
+                for path in self.layers:
+                    if path not in seen:
+                        raise _not_once(path, "without the call of its module")
                 ends = [seen[path][1] for path in self.layers]
                 slopes = [torch.autograd.grad(f[:, c].sum(), ends, retain_graph=True) for c in range(self.outputs)]
         finally:
@@ -73,3 +79,12 @@ class Tangent(nn.Module):
         """The Jacobian (B, C, n) in the chosen entries of a weight or bias, from g (B, C, O) and a (B, I)."""
         rows = g if name.rpartition(".")[2] == "bias" else (g.unsqueeze(-1) * a[:, None, None, :]).flatten(2)
         return rows[..., self.indices[name]] if name in self.indices else rows
+
+
+def _not_once(path: str, got: str) -> ModelError:
+    return ModelError(
+        f"The layer {path!r} cannot be exported",
+        expected="one use for every example, of inputs (B, I)",
+        got=f"a use {got}",
+        do='fit with weights="last_layer", or predict in Python',
+    )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError
-from lapis.options import check_arguments, checked_numbers
+from lapis.options import check_arguments, check_count, checked_numbers
 
 
 def psnr(image: Tensor, truth: Tensor, span: float | None = None) -> float:
@@ -27,6 +27,7 @@ def ssim(image: Tensor, truth: Tensor, span: float | None = None, window: int = 
     c1 = (0.01 span)^2, c2 = (0.03 span)^2: the conventions of scikit-image.
     """
     check_arguments(ssim, locals())
+    check_count("window", window, least=2)
     image, truth = _pair(image, truth)
     if min(image.shape) < window:
         raise DataError(

@@ -25,7 +25,7 @@ from lapis.latent.driver import Expected, Fit, LatentModel
 from lapis.latent.estimator import FLOOR, MixtureEstimator
 from lapis.latent.floor import raised
 from lapis.latent.mixture_model import CHUNK, Rows, gathered
-from lapis.options import check_arguments
+from lapis.options import check_arguments, check_positive
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,7 @@ class BayesianModel(LatentModel):
         return weights + 0.5 * (logdet - size * math.log(2 * math.pi) - size / q.strength)
 
     def expectation(self, data: Rows) -> Expected:
+        data = Rows.of(data, self.components.mean.shape[1])
         joint = self._constants() - 0.5 * self._quadratic(data.x)
         joint = joint if data.log_labels is None else joint + data.log_labels
         evidence = joint.logsumexp(1, keepdim=True)
@@ -255,9 +256,8 @@ class BayesianGaussianMixture(MixtureEstimator):
             )
         for name in ("concentration", "mean_strength", "freedom"):
             value = getattr(self, name)
-            wrong = isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf
-            if wrong and not (value is None and name != "mean_strength"):
-                raise OptionError(f"Bad {name}", expected="a positive number", got=repr(value), do="pass one")
+            if value is not None or name == "mean_strength":
+                check_positive(name, value)
 
     def _begin(self, rows: Rows, r: Tensor | None, floor: float, centre: Tensor) -> BayesianModel:
         assert r is not None, "it always starts from responsibilities"

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError, LapisWarning, OptionError
-from lapis.options import check_arguments
+from lapis.options import check_arguments, shown
 from lapis.progress import track
 
 Self = TypeVar("Self", bound="LatentModel")
@@ -286,6 +286,11 @@ def _stochastic(
 
     Estimates of an epoch's bound are noisy, so three epochs are compared with the three before them.
     """
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or (isinstance(data, Tensor) and not data.dim()):
+        raise DataError(
+            "These data cannot be cut into batches", expected="a tensor, or a list of data", got=shown(data),
+            do="pass one, or leave batch_size out",
+        )  # fmt: skip
     total = len(data)
     if total < 1:
         raise DataError("There is no data", expected="at least one datum", got="none", do="pass some")

@@ -17,6 +17,7 @@ from torch import Tensor
 from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.latent.driver import Fit, em
 from lapis.latent.mixture_model import Covariance, MixtureModel, Rows, floored, gathered
+from lapis.options import UNREADABLE, check_positive
 
 Array = NDArray[Any]
 
@@ -146,8 +147,7 @@ class MixtureEstimator(DensityMixin, BaseEstimator, ABC):  # type: ignore[misc]
                 raise OptionError(f"Bad {name}", expected="a whole number, at least 1", got=repr(value), do="pass one")
         numbers = {"tolerance": self.tolerance, "floor": self.floor}
         for name, number in numbers.items():
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < np.inf:
-                raise OptionError(f"Bad {name}", expected="a number from 0 on", got=repr(number), do="pass one")
+            check_positive(name, number, or_zero=True)
         if self.covariance not in ("full", "tied", "diagonal", "spherical"):
             raise OptionError(
                 "Unknown covariance",
@@ -190,10 +190,11 @@ def _plain(X: Any) -> Any:
 
 def _by_position(y: Any, rows: int, components: int) -> Tensor | None:
     """Labels that came as y: as scikit-learn's estimators take them, or nothing where they can be none."""
-    values = np.asarray(_plain(y))
+    values = np.empty(0)
     try:
+        values = np.asarray(_plain(y))
         found = _log_labels(values, rows, components)
-    except DataError as error:
+    except (*UNREADABLE, DataError) as error:
         if values.dtype.kind in "iu" and bool((values == -1).any()):
             raise
         warnings.warn(f"y is not used. {error}", LapisWarning, stacklevel=3)
@@ -214,7 +215,7 @@ def _log_labels(labels: Any, rows: int, components: int) -> Tensor | None:
         return None
     try:
         values = torch.as_tensor(np.asarray(_plain(labels)))
-    except (TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise _bad_labels(rows, components, type(labels).__name__) from error
     real = not values.is_complex()
     if values.shape == (rows,) and real and values.dtype != torch.bool:

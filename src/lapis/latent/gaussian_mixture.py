@@ -14,7 +14,7 @@ from lapis.errors import DataError, LapisWarning
 from lapis.latent.driver import Fit
 from lapis.latent.estimator import FLOOR, Array, MixtureEstimator, first_mixture, shape_of
 from lapis.latent.mixture_model import Covariance, MixtureModel, Rows, floored
-from lapis.options import check_count
+from lapis.options import UNREADABLE, check_count, shown
 
 
 class GaussianMixture(MixtureEstimator):
@@ -74,7 +74,7 @@ class GaussianMixture(MixtureEstimator):
     def _begin(self, rows: Rows, r: Tensor | None, floor: float, centre: Tensor) -> MixtureModel:
         if r is not None:
             return first_mixture(rows, r, self.covariance, floor)
-        weights, means, covariances = (torch.as_tensor(np.asarray(part, dtype=np.float64)) for part in self.start)
+        weights, means, covariances = self._start()
         components, dimensions = self.n_components, rows.x.shape[1]
         for name, got, shape in (
             ("weights", weights, (components,)),
@@ -90,6 +90,18 @@ class GaussianMixture(MixtureEstimator):
                 )
         raised = floored(covariances, self.covariance, floor)
         return MixtureModel(weights / weights.sum(), means - centre, raised, self.covariance, floor)
+
+    def _start(self) -> list[Tensor]:
+        try:
+            found = [torch.as_tensor(np.asarray(part, dtype=np.float64)) for part in self.start]
+        except UNREADABLE:
+            found = []
+        if len(found) != 3:
+            raise DataError(
+                "This is no start", expected="weights, means and covariances", got=shown(self.start),
+                do="pass start=(weights, means, covariances)",
+            )  # fmt: skip
+        return found
 
     def _finish(self, fit: Fit[MixtureModel], centre: Tensor) -> None:
         model = fit.model

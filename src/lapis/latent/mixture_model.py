@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from lapis.errors import DataError
 from lapis.latent.driver import Expected, LatentModel
 from lapis.latent.floor import NOBODY, raised
+from lapis.latent.sequences import as_real
+from lapis.options import shown
 
 Covariance = Literal["full", "tied", "diagonal", "spherical"]
 
@@ -31,6 +34,18 @@ class Rows:
 
     x: Tensor
     log_labels: Tensor | None = None
+
+    @staticmethod
+    def of(data: Any, dimensions: int) -> Rows:
+        """Data of this width: rows already, or a tensor, array or list (N, D)."""
+        given = isinstance(data, Rows)
+        x: Tensor = data.x if given else as_real(data)
+        if x.dim() != 2 or not len(x) or x.shape[1] != dimensions or not (given or bool(x.isfinite().all())):
+            raise DataError(
+                "These are no data of the mixture", expected=f"finite numbers (N, {dimensions})", got=shown(x),
+                do="pass one row for each datum",
+            )  # fmt: skip
+        return data if given else Rows(x.double())
 
     def __len__(self) -> int:
         return len(self.x)
@@ -97,6 +112,7 @@ class MixtureModel(LatentModel):
 
     def expectation(self, data: Rows) -> Expected:
         """In chunks of rows: responsibilities of all rows are never held."""
+        data = Rows.of(data, self.means.shape[1])
         step = max(1, CHUNK // self.means.numel())
         total: Expected | None = None
         for start in range(0, len(data), step):

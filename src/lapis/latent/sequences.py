@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError
-from lapis.options import shown
+from lapis.options import UNREADABLE, shown
 
 
 def as_sequences(value: Any, width: int = 1) -> tuple[list[Tensor], bool]:
@@ -40,9 +40,9 @@ def as_real(value: Any) -> Tensor:
     """A tensor of real numbers."""
     try:
         array = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
-    except (TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise _refusal(value) from error
-    if array.is_complex() or array.layout != torch.strided:
+    if array.is_complex() or array.layout != torch.strided or array.device.type == "meta":
         raise _refusal(value)
     return array
 

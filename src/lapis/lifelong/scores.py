@@ -58,9 +58,15 @@ def accuracy(learner: Learner, lesson: Lesson, **options: Any) -> float:
             got=learner.likelihood.name,
             do="score predict(x).log_prob(y) instead",
         )
-    probs = prediction.probs
-    guess = probs.argmax(-1) if learner.likelihood.name == "categorical" else (probs > 0.5).to(classes)
-    return float((guess.reshape(classes.shape) == classes.to(guess.device)).double().mean())
+    probs = learner.likelihood.canonical(prediction.probs)
+    truth = learner.likelihood.targets(classes, probs)
+    if learner.likelihood.name != "categorical":
+        return float(((probs > 0.5) == (truth > 0.5)).double().mean())
+    truth = truth.argmax(-1) if truth.is_floating_point() else truth  # soft labels
+    counted = truth != getattr(learner.likelihood, "ignore_index", None)
+    if not bool(counted.any()):
+        raise DataError("No test example counts", expected="one at least", got="all ignored", do="pass others")
+    return float((probs.argmax(-1) == truth)[counted].double().mean())
 
 
 def accuracy_matrix(make: Callable[[], Learner], lessons: Sequence[Lesson], **options: Any) -> Accuracies:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError
+from lapis.options import UNREADABLE
 
 
 def as_tensor(y: Any, f: Tensor) -> Tensor:
     """Targets as a tensor on the outputs' device with the outputs' batch size; the dtype stays."""
     try:
         tensor = torch.as_tensor(y, device=f.device)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except UNREADABLE as error:
         raise DataError(
             "The targets are not numbers",
             expected="a tensor, an array or nested lists of numbers",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lapis.batches import Inputs, all_finite
 from lapis.errors import DataError
+from lapis.options import UNREADABLE, checked_tensor, shown
 
 Features = Callable[[Inputs], Any]
 """A function of a batch of inputs: its features (B, d), a tensor, an array or a sparse matrix."""
@@ -163,7 +164,13 @@ class Products(Design):
 
 def as_rows(found: Any, length: int | None = None, width: int | None = None) -> Tensor:
     """Features of a batch as a dense float64 matrix (B, d); DataError unless they have the shape expected."""
-    rows = torch.as_tensor(found.toarray() if sparse.issparse(found) else found).detach().double()
+    try:
+        given = torch.as_tensor(found.toarray() if sparse.issparse(found) else found)
+    except UNREADABLE as error:
+        raise DataError(
+            "The features of a batch are no numbers", expected="numbers (B, d)", got=shown(found), do="convert them"
+        ) from error
+    rows = checked_tensor("features", given).detach().double()
     fits = rows.dim() == 2 and length in (None, len(rows)) and width in (None, rows.shape[1])
     if not fits or not all_finite(rows):
         raise DataError(

@@ -18,7 +18,7 @@ from lapis.linear_models.posterior import Drawing, LinearPosterior
 from lapis.linear_models.prior import LinearPrior
 from lapis.linear_models.system import System
 from lapis.linear_models.tuning import curvature, drawn, mode
-from lapis.options import check_arguments
+from lapis.options import UNREADABLE, check_arguments
 
 MEMORY_BUDGET = 4 * 2**30
 
@@ -117,7 +117,7 @@ def _targets(data: Any) -> Tensor:
         data = data[1]
     try:
         return torch.as_tensor(np.asarray(data) if isinstance(data, list) else data)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except UNREADABLE as error:
         raise DataError(
             "The targets are not numbers",
             expected="targets (n,), one for each row of the matrix",

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapis.errors import OptionError, PriorError
+from lapis.errors import DataError, OptionError, PriorError
+from lapis.options import UNREADABLE, checked_tensor, shown
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class LinearPrior:
     def of(prior: Any, size: int) -> LinearPrior:
         """The prior with this precision: a number, or one for each weight, whose common factor can be tuned."""
         try:
-            found = torch.as_tensor(prior, dtype=torch.float64).detach()
-        except (TypeError, ValueError, RuntimeError):
+            given = checked_tensor("prior", torch.as_tensor(prior))
+            found = given.detach() if given.dtype == torch.float64 else torch.as_tensor(prior, dtype=torch.float64)
+        except (*UNREADABLE, DataError):
             found = torch.zeros(())
         if found.shape not in ((), (size,)) or not bool(((found > 0) & found.isfinite()).all()):
             raise PriorError(
@@ -45,13 +47,16 @@ class LinearPrior:
 
     def grouped(self, groups: Any, size: int) -> LinearPrior:
         """The same with groups (d,)."""
-        index = torch.as_tensor(groups)
+        try:
+            index = checked_tensor("groups", torch.as_tensor(groups))
+        except (*UNREADABLE, DataError):
+            index = torch.empty(0)
         whole = index.dtype in (torch.int64, torch.int32) and index.shape == (size,) and bool((index >= 0).all())
         if not whole or len(set(index.tolist())) != int(index.max()) + 1:
             raise OptionError(
                 "Bad groups",
                 expected=f"whole numbers ({size},), each from 0 to the largest used",
-                got=f"{tuple(index.shape)} of {index.dtype}",
+                got=shown(groups),
                 do="number the groups without gaps",
             )
         vector = self.precision if self.groups is None else self.precision[self.groups[:1]]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lapis.batches import Inputs
-from lapis.errors import FileError, LapisWarning, ModelError, OptionError
+from lapis.errors import DataError, FileError, LapisWarning, ModelError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
-from lapis.options import check_arguments, check_choice
+from lapis.options import UNREADABLE, check_arguments, check_choice, checked_tensor
 from lapis.posteriors.evidences import log_evidences
 from lapis.posteriors.over_weights import WeightPosterior
 from lapis.posteriors.posterior import Facts, LatentKind, Posterior, State
@@ -293,8 +293,9 @@ def _check_alike(components: Sequence[Posterior]) -> None:
 
 def _given(weights: Any, count: int) -> Tensor:
     try:
+        checked_tensor("weights", torch.as_tensor(weights))
         found = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (*UNREADABLE, DataError) as error:
         raise _no_weights(count, repr(weights)[:80]) from error
     if found.shape != (count,) or not bool((found >= 0).all()) or not abs(float(found.sum()) - 1) <= 1e-5:
         raise _no_weights(count, str(found.tolist())[:80])

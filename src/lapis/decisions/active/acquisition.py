@@ -13,7 +13,7 @@ from lapis.decisions.active.joint import greedy_classes, greedy_gaussian
 from lapis.decisions.active.pool import parts, pick
 from lapis.errors import DataError, MemoryBudgetError, OptionError
 from lapis.likelihoods import Categorical
-from lapis.options import check_arguments
+from lapis.options import UNREADABLE, check_arguments
 from lapis.posteriors import Posterior
 from lapis.predictions import LatentGaussian, LatentSamples
 from lapis.progress import track
@@ -176,7 +176,7 @@ def _indices(exclude: Any, size: int) -> Tensor:
         return torch.zeros(0, dtype=torch.long)
     try:
         indices = torch.as_tensor(exclude).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except UNREADABLE as error:
         raise _bad_exclude(type(exclude).__name__, size) from error
     if indices.numel() == 0:
         return torch.zeros(0, dtype=torch.long)

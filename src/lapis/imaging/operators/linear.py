@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lapis.errors import DataError, OptionError
-from lapis.options import check_arguments, check_count, checked_device, checked_tensor, shown
+from lapis.options import UNREADABLE, check_arguments, check_count, checked_device, checked_tensor, shown
 
 Array = TypeVar("Array", Tensor, NDArray[Any])
 
@@ -23,7 +23,7 @@ def numbers(name: str, value: Any) -> Tensor:
     """Real numbers of any usual form (tensor, array, lists) as a dense tensor, or a DataError."""
     try:
         found = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
-    except (TypeError, ValueError):
+    except UNREADABLE:
         found = None
     return checked_tensor(name, value if found is None else found)
 
@@ -188,7 +188,7 @@ class LinearOperator:
 def _as_sparse(matrix: Any) -> scipy.sparse.csr_matrix:
     try:
         return scipy.sparse.csr_matrix(matrix, dtype=np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:  # of scipy, numpy, torch
+    except UNREADABLE as error:  # of scipy, numpy, torch
         raise OptionError(
             "This is no matrix", expected="numbers (measurements, pixels), dense or scipy.sparse", got=shown(matrix),
             do="convert it",

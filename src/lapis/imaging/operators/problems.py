@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lapis.errors import OptionError
 from lapis.imaging.operators.linear import LinearOperator, checked_sides
-from lapis.options import check_arguments
+from lapis.options import UNREADABLE, check_arguments
 
 
 def blur(size: int | Sequence[int], width: float = 1.0) -> LinearOperator:
@@ -65,7 +65,7 @@ def downsampling(size: int | Sequence[int], factor: int = 2) -> LinearOperator:
 def _as_array(known: Any) -> NDArray[Any]:
     try:
         return np.asarray(known)
-    except (TypeError, ValueError, RuntimeError):  # of no shape, or tensors that numpy cannot read
+    except UNREADABLE:  # of no shape, or tensors that numpy cannot read
         return np.empty(0)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lapis.errors import OptionError
 from lapis.imaging.operators.linear import Array, LinearOperator, checked_sides, numbers, plain
-from lapis.options import check_arguments, check_count
+from lapis.options import UNREADABLE, check_arguments, check_count
 
 ALIGNED = 1e-9
 """Rays this close to a line of the pixel grid run along it, and belong half to the pixels on either side."""
@@ -109,7 +109,7 @@ def _checked_angles(angles: int | Sequence[float] | Tensor) -> NDArray[np.float6
         return np.arange(angles) * math.pi / angles
     try:
         found = np.asarray(angles, dtype=np.float64)
-    except (TypeError, ValueError, RuntimeError):
+    except UNREADABLE:
         found = np.empty(0)
     if found.ndim != 1 or not len(found) or not np.isfinite(found).all():
         raise OptionError(

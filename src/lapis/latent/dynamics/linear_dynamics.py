@@ -15,7 +15,7 @@ from lapis.latent.dynamics.kalman import NAMES, Filtered, Series, System, kalman
 from lapis.latent.dynamics.model import DynamicsModel
 from lapis.latent.dynamics.starts import FLOOR, of_data, of_known_dynamics, smallest_noise
 from lapis.latent.sequences import as_sequences
-from lapis.options import check_arguments, check_between, shown
+from lapis.options import check_arguments, check_between, checked_tensor, shown
 
 DOUBLE = torch.float64
 
@@ -144,6 +144,7 @@ class LinearDynamics:
         for name, value in {**given, "G": G}.items():
             if value is None:
                 continue
+            checked_tensor(name, value)
             if tuple(value.shape) != expected[name] or not value.is_floating_point():
                 what = f"a tensor {expected[name]} of floating point"
                 raise OptionError(f"Bad {name}", expected=what, got=shown(value), do="check the sizes of all matrices")

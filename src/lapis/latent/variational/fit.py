@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lapis.errors import DataError, LapisWarning, ModelError, OptionError
 from lapis.latent.variational.approximation import Approximation, Gaussians, approximation, latent_size
-from lapis.options import check_arguments, checked_tensor, shown
+from lapis.options import check_arguments, check_count, checked_tensor, shown
 from lapis.progress import track
 
 LogJoint = Callable[..., Tensor]
@@ -67,11 +67,11 @@ class VariationalFit:
     def elbo(self, draws: int = 1000, *, generator: torch.Generator | None = None) -> tuple[float, float]:
         """The ELBO of all data, and the standard error of this estimate."""
         check_arguments(VariationalFit.elbo, locals())
+        check_count("draws", draws, least=2)
         source = generator or torch.Generator().manual_seed(0)
         with torch.no_grad():
             values = _values(self._function, self.q, self._data, _noise(draws, self.q, source)).sum(1).double()
-        error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else float("inf")
-        return float(values.mean()), error
+        return float(values.mean()), float(values.std() / len(values) ** 0.5)
 
 
 def variational_em(

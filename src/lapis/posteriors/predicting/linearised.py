@@ -76,6 +76,7 @@ def linearised(
 def _latent(mean: Tensor, spread: Tensor, kind: LatentKind, raw_shape: tuple[int, ...]) -> LatentGaussian:
     """Outputs (B, T, C) with `spread`: variances (B, T, C), covariances (B, T, C, C), or joint (B T C, B T C)."""
     check_spread(spread)
+    mean = mean.detach()  # of a network that returns its weights themselves
     if kind == "joint":
         return LatentGaussian(mean, spread.diagonal().reshape(mean.shape), None, spread, raw_shape)
     if kind == "diagonal":

@@ -1,0 +1,192 @@
+"""What `make fuzz` found in the rooms around the posteriors: each call again, refused in our words, or right."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lapis
+from lapis import imaging, latent, lifelong
+from lapis.export import predictive
+from lapis.latent.variational.fit import VariationalFit
+from lapis.linear_models import linear
+
+F64 = torch.float64
+X = torch.randn(24, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+HUGE = 10**400
+COMPLEX = torch.ones(1, dtype=torch.complex64)
+META = torch.ones(3, device="meta")
+
+
+def mixture() -> latent.GaussianMixture:
+    return latent.GaussianMixture(2).fit(X)
+
+
+def dynamics(**matrices: Any) -> Any:
+    return latent.LinearDynamics(noise="diagonal", **matrices)
+
+
+def hidden() -> latent.HiddenMarkov:
+    return latent.HiddenMarkov(2, latent.DiscreteEmissions(torch.full((2, 3), 1 / 3, dtype=F64)))
+
+
+def likely(latents: Tensor, data: Any, *_: Any) -> Tensor:
+    return -(latents.square().sum(-1))
+
+
+def mixed(weights: Any) -> Any:
+    torch.manual_seed(0)
+    one = lapis.laplace(nn.Linear(3, 2).double(), (X, X[:, :2]), "regression")
+    return lapis.mixture([one, one], weights=weights)
+
+
+CALLS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
+    "a linear prior of 10^400": (lambda: linear(X, X[:, 0], prior=HUGE), lapis.PriorError),
+    "a complex linear prior": (lambda: linear(X, X[:, 0], prior=COMPLEX), lapis.PriorError),
+    "complex features": (lambda: linear(COMPLEX, X[:1, 0]), lapis.DataError),
+    "groups that are none": (lambda: linear(X, X[:, 0]).tune(groups=lapis.Bernoulli()), lapis.OptionError),
+    "an operator of 10^400": (lambda: imaging.LinearOperator(HUGE, (2, 2)), lapis.OptionError),
+    "windows of one pixel": (lambda: imaging.ssim(X, X, window=1), lapis.OptionError),
+    "EM of a name": (lambda: latent.em(mixture().model_, "a"), lapis.DataError),
+    "EM of nothing": (lambda: latent.em(mixture().model_, ..., batch_size=2), lapis.DataError),
+    "EM of other columns": (lambda: latent.em(mixture().model_, X[:, :2]), lapis.DataError),
+    "EM of complex numbers": (lambda: latent.em(mixture().model_, COMPLEX, batch_size=3), lapis.DataError),
+    "a start that is a device": (lambda: latent.GaussianMixture(2, start=torch.ones(())).fit(X), lapis.DataError),
+    "a strength of 10^400": (
+        lambda: latent.BayesianGaussianMixture(2, mean_strength=HUGE).fit(X),
+        lapis.OptionError,
+    ),
+    "a sparse matrix of dynamics": (lambda: dynamics(C=torch.eye(2).to_sparse()), lapis.DataError),
+    "symbols without values": (lambda: hidden().posterior(META), lapis.DataError),
+    "complex weights": (lambda: mixed(COMPLEX), lapis.OptionError),
+    "weights of 10^400": (lambda: mixed([HUGE, 1]), lapis.OptionError),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_value_is_refused_without_a_warning_of_torch(name: str) -> None:
+    call, error = CALLS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(error):
+            call()
+
+
+def test_weights_of_samples_that_are_no_numbers_are_refused_in_the_manner_of_sklearn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="must count examples"):
+            lapis.LaplaceRegressor(epochs=1).fit(X.numpy(), X[:, 0].numpy(), sample_weight=np.full(24, np.nan))
+
+
+def test_targets_that_a_mixture_cannot_read_are_not_used() -> None:
+    with pytest.warns(lapis.LapisWarning, match="y is not used"):
+        latent.GaussianMixture(2).fit(X, ((1, 2), 3))
+
+
+def test_em_takes_a_tensor_as_the_rows_of_a_mixture() -> None:
+    fitted = latent.GaussianMixture(2, tolerance=1e-10).fit(X)
+    again = latent.em(fitted.model_, X, tolerance=1e-10)
+    np.testing.assert_allclose(again.model.means.numpy(), fitted.means_, atol=1e-4)
+
+
+def test_the_error_of_an_elbo_takes_two_draws() -> None:
+    found: VariationalFit = latent.variational_em(likely, "mean_field", X, rounds=1, progress=False)  # type: ignore[arg-type]
+    with pytest.raises(lapis.OptionError, match="Bad draws"):
+        found.elbo(1)
+
+
+class Constant(nn.Module):
+    """An intercept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.intercept = nn.Parameter(torch.zeros(3, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.intercept.expand(len(x), 3)
+
+
+def test_predictions_of_a_constant_network_hold_no_graph() -> None:
+    posterior = lapis.laplace(Constant(), (X, torch.arange(24) % 3), "classification", structure="implicit")
+    assert not posterior.predict(X).f_mean.requires_grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", lapis.LapisWarning)
+        posterior.draw(3).calibrate((X, torch.arange(24) % 3))
+
+
+# accuracies -------------------------------------------------------------------------------------------------
+
+
+class Grid(nn.Module):
+    """Three classes at each of four positions, classes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).reshape(-1, 3, 4)
+
+
+def accuracy(model: nn.Module, likelihood: lapis.Likelihood, y: Tensor) -> float:
+    lesson = lifelong.Lesson((X, y), (X, y))
+    learner = lifelong.FineTuning(model, likelihood, epochs=1, learning_rate=1e-12)
+    learner.learn(lesson.train)
+    return lifelong.accuracy_matrix(lambda: learner, [lesson], method="network").average()
+
+
+def test_accuracies_of_positions_soft_labels_and_ignored_ones() -> None:
+    torch.manual_seed(0)
+    grid, flat = Grid().double(), nn.Linear(3, 3).double()
+    best = grid(X).argmax(1)
+    assert accuracy(grid, lapis.Categorical(channels="first"), best) == 1
+    other = best.clone()
+    other[:, 0], other[:, 1] = (best[:, 0] + 1) % 3, -100
+    assert accuracy(grid, lapis.Categorical(channels="first"), other) == pytest.approx(2 / 3)
+    soft = torch.nn.functional.one_hot(flat(X).argmax(1), 3).double()
+    assert accuracy(flat, lapis.Categorical(), soft) == 1
+
+
+# exports ----------------------------------------------------------------------------------------------------
+
+
+class Used(nn.Module):
+    """Layers that are used in a way that the export does not follow."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(3, 3, bias=False), nn.Linear(3, 2), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        a = torch.tanh(self.first(x[order] if self.how == "in another order" else x))
+        if self.how == "twice":
+            a = self.first(a)
+        if self.how == "tied":
+            a = a @ self.first.weight
+        if self.how == "in another order":
+            a = a[order.argsort()]
+        return self.last(a)
+
+
+@pytest.mark.parametrize("how", ["once", "twice", "tied", "in another order"])
+def test_an_export_is_proven_or_refused(how: str) -> None:
+    torch.manual_seed(0)
+    model = Used(how).double()
+    posterior = lapis.laplace(model, (X, torch.arange(24) % 2), "classification", structure="dense", weights="all")
+    if how == "once":
+        torch.testing.assert_close(predictive(posterior)(X)[0], posterior.predict(X).probs)  # type: ignore[union-attr]
+        return
+    with pytest.raises(lapis.ModelError, match="cannot be exported"):
+        predictive(posterior)
+    # the last layer alone is used once
+    last = lapis.laplace(model, (X, torch.arange(24) % 2), "classification", weights="last_layer")
+    torch.testing.assert_close(predictive(last)(X)[0], last.predict(X).probs)  # type: ignore[union-attr]
