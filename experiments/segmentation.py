@@ -300,7 +300,7 @@ def report(chosen: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    chosen = command.arguments("segmentation", __doc__, (SETTINGS, QUICK), (COLUMNS, QUICK_COLUMNS), seeds=2)
+    chosen = command.arguments("segmentation", __doc__, (SETTINGS, QUICK), (COLUMNS, QUICK_COLUMNS))
     if not chosen.report:
         command.fill(
             chosen,

@@ -63,15 +63,16 @@ def calibrated(fit: Fit) -> Fit:
     return once("calibrated", lambda task: fit(task).calibrate(task.validation))  # type: ignore[attr-defined]
 
 
-def subnetwork(variances: Fit | None = None) -> Fit:
-    """The weights of largest variance: of a diagonal Laplace posterior, or of another.
+def subnetwork(variances: Fit | None = None, tolerated_loss: float | None = 0.004) -> Fit:
+    """The weights of largest variance: of a diagonal Laplace posterior, or of another; the width as for `laplace`.
 
     Weights that no example reaches have the largest variances of all under the former, and change no prediction.
     """
 
     def fit(task: Task) -> lapis.Posterior:
         chosen = lapis.Subnetwork(task.subnetwork, from_=None if variances is None else variances(task))
-        return lapis.laplace(task.network(), task.train, task.likelihood, weights=chosen).tune()
+        posterior = lapis.laplace(task.network(), task.train, task.likelihood, weights=chosen)
+        return posterior.tune(tolerated_loss=tolerated_loss)
 
     return fit
 
