@@ -124,6 +124,7 @@ bench: $(BENCH_READY)
 	@$(BENCH_BIN)/python -m benchmarks.optimisers
 	@$(BENCH_BIN)/python -m benchmarks.latent
 	@$(BENCH_BIN)/python -m benchmarks.methods
+	@$(BENCH_BIN)/python -m benchmarks.function_space
 
 fuzz: $(READY)
 	@PYTHONPATH=tests $(BIN)/python -m fuzz --calls $(N) --seed $(SEED)

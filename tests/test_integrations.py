@@ -120,3 +120,37 @@ def test_labels_of_a_causal_language_model_are_those_of_the_next_token(tmp_path:
     loss = model.eval()(input_ids=ids, labels=ids).loss.detach()  # the mean over the 12 x 5 tokens that are predicted
     log_likelihood = callback.posterior.likelihood.log_likelihood(callback.posterior.curvature.statistics)
     torch.testing.assert_close(float(-log_likelihood) / 60, float(loss), rtol=1e-4, atol=0)
+
+
+@pytest.mark.filterwarnings("default")  # BoTorch's own
+@pytest.mark.parametrize("structure", ["dense", "kronecker"])
+def test_a_botorch_model_is_the_joint_prediction_with_gradients_in_the_points(structure: Any) -> None:
+    pytest.importorskip("botorch", reason=REASON)
+    from botorch.acquisition import UpperConfidenceBound
+    from botorch.optim import optimize_acqf
+
+    from lapis.integrations.botorch import LaplaceModel
+
+    torch.manual_seed(0)
+    x = torch.rand(20, 2, dtype=torch.float64)
+    y = (x[:, :1] - 0.3).square() + x[:, 1:]
+    network = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    laplace = lapis.laplace(network, (x, y), lapis.Gaussian(0.1), structure=structure, prior=0.5)
+    laplace = laplace.at_tangent_mode((x, y)) if structure == "dense" else laplace
+    model, points = LaplaceModel(laplace), torch.rand(3, 4, 2, dtype=torch.float64)
+    found, noisy = model.posterior(points), model.posterior(points, observation_noise=True)
+    for batch in range(3):
+        latent: Any = laplace.predict(points[batch], joint=True).latent
+        torch.testing.assert_close(found.mean[batch], latent.mean[:, 0])
+        joint = found.distribution.covariance_matrix[batch]
+        torch.testing.assert_close(joint, latent.joint, rtol=1e-7, atol=1e-10)
+        more = noisy.distribution.covariance_matrix[batch] - joint
+        torch.testing.assert_close(more, 0.01 * torch.eye(4, dtype=torch.float64))
+    acquisition = UpperConfidenceBound(model, beta=2.0)
+    assert torch.autograd.gradcheck(acquisition, points[0, :1, None].clone().requires_grad_())
+    box = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    _, best = optimize_acqf(acquisition, box, q=1, num_restarts=2, raw_samples=8)
+    grid = torch.cartesian_prod(*[torch.linspace(0, 1, 11, dtype=torch.float64)] * 2)
+    assert float(best) >= float(acquisition(grid[:, None]).max()) - 1e-6
+    with pytest.raises(lapis.LikelihoodError, match="single real number"):
+        LaplaceModel(lapis.laplace(nn.Linear(2, 2), (x.float(), (x[:, 0] > 0.5).long()), "classification"))  # type: ignore[arg-type]
