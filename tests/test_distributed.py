@@ -46,6 +46,8 @@ def fits(distributed: Any) -> dict[str, Any]:
             found[f"{structure} evidence"] = posterior.log_evidence()
         found[f"{structure} variance"] = posterior.functional_variance(x[:3])
         found[f"{structure} facts"] = torch.tensor([posterior.n_data, posterior.curvature.digest >> 2])
+        if isinstance(posterior, lapis.LaplacePosterior):
+            found[f"{structure} seen"] = posterior.curvature.seen.tensor()
         found[f"{structure} draws"] = posterior.sample(2)
     drawn = posterior.draw(2)  # type: ignore[attr-defined]
     found["draws by solves"] = drawn.deviations
@@ -78,7 +80,7 @@ def expected() -> dict[str, Any]:
     return fits(False)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_processes_with_uneven_parts_equal_one_process_and_each_other(
     size: int, expected: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -128,7 +130,7 @@ def pieces(rank: int) -> dict[str, Any]:
         "lengths": lambda: lapis.laplace(
             model, TensorDataset(x[: N - rank], y[: N - rank]), "classification", distributed=True, **options
         ),
-        "few": lambda: lapis.laplace(model, (x[:1], y[:1]), "classification", distributed=True, **options),
+        "none": lambda: lapis.laplace(model, (x[:0], y[:0]), "classification", distributed=True, **options),
         "one fails": lambda: lapis.laplace(model, broken, "classification", distributed=True, **options),
         "update": lambda: implicit.update((x, y)),
         "refine": lambda: implicit.refine(max_rounds=1),
@@ -159,7 +161,7 @@ def test_each_rank_may_have_examples_of_its_own_and_all_end_together(tmp_path: P
     assert error < 0.1  # residual of SGD; both draw from the same noise
     words = {
         "orders": "different orders", "same": "same examples", "networks": "agree on the network",
-        "sampler": "DistributedSampler", "lengths": "different data", "few": "fewer examples", "update": "cannot",
+        "sampler": "DistributedSampler", "lengths": "different data", "none": "no data", "update": "cannot",
         "refine": "cannot be refined", "predict": "solve together", "joint": "joint", "iterator": "iterator",
     }  # fmt: skip
     for name, word in words.items():
@@ -171,6 +173,62 @@ def test_each_rank_may_have_examples_of_its_own_and_all_end_together(tmp_path: P
     for name, value in first.items():
         if isinstance(value, Tensor):
             assert torch.equal(value, second[name]), name
+
+
+def with_empty(distributed: bool, rank: int = 0) -> dict[str, Any]:
+    """Fits of which one rank of three has no examples, in tensors, batches, or because there are fewer than ranks."""
+    found: dict[str, Any] = {}
+    model, x, y = problem()
+    cut = slice((0, 7, 7)[rank], (7, 7, N)[rank]) if distributed else slice(0, N)
+    batches = [(x[cut], y[cut])] if len(x[cut]) else []
+    options: Any = {"prior": 2.0, "weights": "all"}
+    for structure in ("dense", "diagonal", "kronecker", "ekfac", "lowrank", "implicit"):
+        for name, data, how in (
+            ("tensors", (x[cut], y[cut]), True), ("batches", batches, "shards"), ("few", (x[:2], y[:2]), True),
+            ("few in a data set", TensorDataset(x[:2], y[:2]), True),
+        ):  # fmt: skip
+            fit = lapis.laplace(
+                model, data, "classification", structure=structure, distributed=how if distributed else False, **options
+            )
+            found[f"{structure}, {name}"] = fit.functional_variance(x[:3])
+            found[f"{structure}, {name}, size"] = torch.tensor(fit.n_data)
+        if structure == "kronecker":
+            whole = lapis.laplace(
+                model, batches, "classification", structure=structure,
+                distributed="shards" if distributed else False, **options,
+            )  # fmt: skip
+            found["tuned"] = torch.tensor([float(whole.tune().weight_prior.precision), whole.tune().width])
+            refined = whole.refine(batches, distributed="shards" if distributed else False, max_rounds=2, tolerance=1.0)
+            found["refined"], found["elbo"] = refined.mean, refined.elbo()
+    implicit = lapis.laplace(
+        model,
+        batches,
+        "classification",
+        structure="implicit",
+        distributed="shards" if distributed else False,
+        **options,
+    )
+    found["drawn"] = implicit.draw(2).deviations
+    by_sgd = implicit.draw(2, solver="sgd", epochs=25, batch_size=8).deviations
+    wide, x, targets = regression()  # whose outputs are kept apart, and whose likelihood has several sums
+    own = lapis.laplace(
+        wide, (x[cut], targets[cut]), "regression", structure="dense", distributed=distributed, **options
+    )
+    found["noise"], found["evidence"] = own.tune().likelihood.noise, own.log_evidence()
+    found["descended"] = (by_sgd - found["drawn"]).norm() < 0.1 * found["drawn"].norm()
+    return found
+
+
+def test_ranks_may_have_no_examples(tmp_path: Path) -> None:
+    expected = with_empty(False)
+    every = run(lambda rank: with_empty(True, rank), 3, tmp_path)
+    for found in every:
+        assert isinstance(found, dict), found
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                found[name], value, rtol=2e-7, atol=2e-8, msg=lambda m, name=name: f"{name}: {m}"
+            )
+            assert torch.equal(found[name], every[0][name]), name
 
 
 def killed(rank: int, path: Path, moment: int, structure: str) -> Any:

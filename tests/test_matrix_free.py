@@ -20,7 +20,7 @@ import lapis
 import lapis.curvature.products.ggn
 from cases import CASES
 from lapis.evidence.fixed_point import stretch
-from lapis.posteriors.laplace.matrix_free import drawing
+from lapis.posteriors.laplace.matrix_free import descending
 from reference import case_data, case_ggn, case_jacobians
 from untouched import untouched
 
@@ -130,7 +130,7 @@ def test_both_objectives_have_the_draw_as_their_minimiser(name: str) -> None:
     root = posterior.gaussian.precision.sqrt()
     somewhere = draw(8, *exact.deviations.shape)
     for objective in ("noisy", "low_noise"):
-        descent = drawing.Descent(posterior, objective, 2, exact.drawing.seed, 2)
+        descent = descending.Descent(posterior, objective, 2, exact.drawing.seed, 2)
         count = len(descent.parts)
         assert sorted(descent.minibatch(step) for step in range(count)) == list(range(count))
         for y in (exact.deviations * root, somewhere):
@@ -230,48 +230,71 @@ def test_a_kronecker_preconditioner_changes_the_work_and_not_the_answer() -> Non
     assert sum(fast.drawing.iterations) < sum(plain.drawing.iterations)
 
 
-@pytest.mark.parametrize("objective", ["noisy", "low_noise"])
+@every_case
+def test_a_dual_step_vanishes_at_the_draw_and_keeps_weights_and_dual_variables_together(name: str) -> None:
+    """At y = F^T-image of a = u - F y every minibatch's step is zero; elsewhere y - e moves as F^T a does."""
+    posterior = implicit(name, "weights")
+    exact = posterior.draw(2, generator=generator(7))
+    root, size = posterior.gaussian.precision.sqrt(), posterior.n_weights
+    descent = descending.Descent(posterior, "dual", 2, exact.drawing.seed, 2)
+    assert descent.rows is not None
+    y = exact.deviations * root
+    pushed = [part.root(y / root) * descent.scale**0.5 for part in descent.parts]
+    duals = torch.cat([u - f for u, f in zip(descent.rows, pushed, strict=True)], 1)
+    somewhere = draw(8, 2, size + duals.shape[1])
+    for step in range(len(descent.parts)):
+        assert float(descent.gradient(torch.cat([y, duals], 1), step).abs().max()) <= 1e-7 * float(y.abs().max())
+        moved = descent.gradient(somewhere, step)
+        pulled = descent._pulled(descent.data, moved[:, size:])
+        assert float((pulled - moved[:, :size]).abs().max()) <= 1e-8 * float(moved.abs().max())
+
+
+@pytest.mark.parametrize("objective", ["noisy", "low_noise", "dual"])
 def test_sgd_comes_to_the_draws_that_cg_solves_for(objective: Any) -> None:
     posterior, *_ = small_problem()
     exact = posterior.draw(4, generator=generator(2))
-    found = posterior.draw(4, solver="sgd", objective=objective, epochs=1500, batch_size=15, generator=generator(2))
+    epochs = 300 if objective == "dual" else 1500
+    found = posterior.draw(4, solver="sgd", objective=objective, epochs=epochs, batch_size=15, generator=generator(2))
     error = (found.deviations - exact.deviations).norm() / exact.deviations.norm()
-    assert float(error) < (0.05 if objective == "noisy" else 0.02)
+    assert float(error) < {"noisy": 0.05, "low_noise": 0.02, "dual": 0.001}[objective]
     assert max(found.drawing.residuals) < 0.1
 
 
-@pytest.mark.parametrize("solver", ["block", "cg", "sgd"])
+@pytest.mark.parametrize("solver", ["block", "cg", "sgd", "dual"])
 def test_an_interrupted_draw_goes_on_where_it_stopped(
     solver: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posterior, model, *_ = small_problem()
     options: dict[str, Any] = {"solver": solver, "generator": None}
-    if solver == "sgd":
-        options |= {"epochs": 40, "batch_size": 10}
+    if solver in ("sgd", "dual"):
+        options |= {"epochs": 40, "batch_size": 10, "solver": "sgd"}
+        options["objective"] = "dual" if solver == "dual" else "low_noise"
     if solver == "block":
         options |= {"error": 1e-6}
     whole = posterior.draw(3, **options)
-    product, calls = lapis.curvature.products.ggn.ImplicitCurvature.product, []
+    name = "root" if solver == "dual" else "product"  # what a step calls
+    product, calls = getattr(lapis.curvature.products.ggn.ImplicitCurvature, name), list[int]()
 
     def interrupted(self: Any, vectors: Tensor) -> Tensor:
         calls.append(len(vectors))
-        if len(calls) == (90 if solver == "sgd" else 9):
+        if len(calls) == (90 if solver in ("sgd", "dual") else 9):
             raise KeyboardInterrupt
-        return product(self, vectors)
+        found: Tensor = product(self, vectors)
+        return found
 
     path = tmp_path / "draw.lapis"
     with monkeypatch.context() as patch:
-        patch.setattr(lapis.curvature.products.ggn.ImplicitCurvature, "product", interrupted)
+        patch.setattr(lapis.curvature.products.ggn.ImplicitCurvature, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             posterior.draw(3, **options, checkpoint=path)
     assert path.exists()
     count = len(calls)
     with monkeypatch.context() as patch:
-        patch.setattr(lapis.curvature.products.ggn.ImplicitCurvature, "product", interrupted)
+        patch.setattr(lapis.curvature.products.ggn.ImplicitCurvature, name, interrupted)
         resumed = posterior.draw(3, **options, checkpoint=path)
     assert torch.equal(resumed.deviations, whole.deviations)
     assert resumed.drawing == whole.drawing
-    if solver == "sgd":
+    if solver in ("sgd", "dual"):
         assert len(calls) - count < 120 - 60
     close(resumed.deviations, whole.deviations)
     one = torch.ones(posterior.n_weights, dtype=torch.float64)

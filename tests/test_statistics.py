@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lapis
+from lapis.curvature import seen
+from lapis.curvature.seen import Seen
 
 DOUBLE = torch.float64
 
@@ -81,3 +84,53 @@ def test_what_does_not_belong_together_is_refused() -> None:
         with pytest.raises(lapis.LapisError, match="sum"):
             lapis.statistics(model, (x, y), "categorical", structure=structure)
     assert (part + more - part).n_data == 3
+
+
+def test_examples_that_are_shared_or_not_there_are_noticed(tmp_path: Path) -> None:
+    model, x, y = problem()
+
+    def part(start: int, stop: int) -> lapis.Statistics:
+        found = lapis.statistics(
+            model, (x[start:stop], y[start:stop]), "categorical", structure="diagonal", batch_size=5
+        )
+        found.save(tmp_path / f"{start}-{stop}")
+        return lapis.load_statistics(tmp_path / f"{start}-{stop}", model)
+
+    a, b, c = part(0, 8), part(8, 16), part(16, 23)
+    total = a + b
+    with pytest.raises(lapis.DataError, match="in the other already"):
+        total + b
+    with pytest.raises(lapis.DataError, match="in the other already"):
+        b + (a + c + b)
+    with pytest.warns(lapis.LapisWarning, match="share examples.*2 of 10"):
+        part(0, 10) + part(8, 23)
+    with pytest.raises(lapis.DataError, match="cannot be taken out"):
+        total - c
+    with pytest.raises(lapis.DataError, match="cannot be taken out"):
+        (total + c) - b - b
+    assert (total + c - part(3, 12)).n_data == 14
+    assert ((total + c) - b + b).n_data == 23
+
+
+def test_a_few_fingerprints_tell_what_all_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen, "KEPT", 64)
+    source = np.random.default_rng(0)
+    hashes = source.integers(0, 2**64, 3000, dtype=np.uint64)
+    one, two = Seen.none().add(hashes[:1000]).add(hashes[1000:2000]), Seen.none().add(hashes[1500:])
+    shared, mine, theirs = one.shared(two)
+    assert 30 <= mine <= 64
+    assert len(one.hashes) <= 64
+    exact = np.sort(hashes[:2000])
+    assert (one.hashes == exact[: len(one.hashes)]).all()
+    # of the 2,000 and 1,500 examples 500 are shared: the shares are binomial, within five standard errors
+    assert abs(shared / mine - 1 / 4) < 5 * (3 / 16 / mine) ** 0.5
+    assert abs(shared / theirs - 1 / 3) < 5 * (2 / 9 / theirs) ** 0.5
+    both = one.plus(Seen.none().add(hashes[2000:]))
+    assert both.missing(two) == 0
+    assert one.missing(two) > 0
+    left = both.minus(two)
+    assert (left.hashes == np.sort(hashes[:1500])[: len(left.hashes)]).all()
+    assert len(left.hashes) > 10
+    again = Seen.none().add(np.repeat(hashes[:1], 100))
+    assert again.limit == 0  # one example a hundred times: nothing can be said
+    assert one.shared(Seen.unknown()) == (0, 0, 0)

@@ -273,7 +273,7 @@ def _stream(data: Any, batch_size: int, dtype: torch.dtype, device: torch.device
 
 
 def batches(
-    data: Any, *, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
+    data: Any, *, dtype: torch.dtype, device: torch.device, batch_size: int | None = None, may_be_empty: bool = False
 ) -> tuple[Iterator[Batch], int | None]:
     """The batches of `data` in order, and their number, or None when it is not known beforehand."""
     if batch_size is not None:
@@ -311,7 +311,7 @@ def batches(
             examples += length
             if length:
                 yield Batch(inputs, targets, index)
-        if not examples:
+        if not examples and not may_be_empty:
             raise DataError(
                 "There is no data",
                 expected="at least one example",
@@ -356,6 +356,8 @@ def digest(inputs: Inputs, targets: Tensor) -> int:
 def example_digests(inputs: Inputs, targets: Tensor) -> Hashes:
     """The fingerprint of each example alone, (B,)."""
     total = np.zeros(targets.shape[0], np.uint64)
+    if not len(total):
+        return total
     for number, tensor in enumerate((*tensors_in(inputs), targets)):
         total = mix(total + np.uint64(number) + _hash_of_examples(tensor.detach().reshape(len(total), -1)))
     return total

@@ -321,6 +321,8 @@ def tensors_digest(tensors: Mapping[str, Tensor], prefix: str = "") -> str:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, not copied."""
+    if not tensor.numel():  # such tensors may have strides that `view` refuses
+        return memoryview(b"")
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -8,13 +8,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor
 
 from lapis.errors import LapisError, OptionError, RankError
+
+T = TypeVar("T")
 
 MESSAGE_BYTES = 512
 """Room for what a rank that failed has to say to the others."""
@@ -140,6 +142,17 @@ class Ranks:
         with talking():
             distributed.all_gather(parts, own)
         return [int(low) + (int(high) << 32) for low, high in parts]
+
+    def first_of(self, own: T | None) -> T | None:
+        """What the first rank that has one has; it is sent only if some rank has none."""
+        having = self.numbers(int(own is not None))
+        if all(having) or not any(having):
+            return own
+        source = having.index(1)
+        sent = [own if self.rank == source else None]
+        with talking():
+            distributed.broadcast_object_list(sent, source)
+        return own if own is not None else sent[0]
 
     def messages(self, own: bytes) -> list[bytes]:
         """The bytes that each rank has, of any length."""

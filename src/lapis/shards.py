@@ -30,7 +30,8 @@ class Shard:
 
     Args:
         ranks: the processes.
-        data: of this rank, in any form that `batches` takes; with `interleaved`, those of all ranks.
+        data: of this rank, in any form that `batches` takes, without any examples too; with `interleaved`, those of
+            all ranks.
         whole: the data whose first examples the ranks look at to lay out their work: all data, or its own.
         start: index of its first example in all data.
         interleaved: whether the rank takes every size-th batch of a stream.
@@ -46,17 +47,14 @@ class Shard:
         self, *, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
     ) -> tuple[Iterator[Batch], int | None]:
         """As `lapis.batches.batches`, for this rank's examples; every batch knows its position in all data."""
-        stream, total = batches(self.data, dtype=dtype, device=device, batch_size=batch_size)
+        stream, total = batches(self.data, dtype=dtype, device=device, batch_size=batch_size, may_be_empty=True)
 
         def walk() -> Iterator[Batch]:
-            position, own = self.start, 0
+            position = self.start
             for number, batch in enumerate(stream):
                 if not self.interleaved or number % self.ranks.size == self.ranks.rank:
-                    own += 1
                     yield replace(batch, position=position)
                 position += len(batch)
-            if not own:
-                raise _too_few("batches", number + 1, self.ranks.size)
 
         if self.interleaved and total is not None:
             total = len(range(self.ranks.rank, total, self.ranks.size))
@@ -67,7 +65,7 @@ class Shard:
         if self.data is not self.whole:
             return  # divided by their indices
         found = list(zip(self.ranks.numbers(fingerprint), self.ranks.numbers(n_data), strict=True))
-        twice = next((rank for rank, each in enumerate(found) if each in found[:rank]), None)
+        twice = next((rank for rank, each in enumerate(found) if each[1] and each in found[:rank]), None)
         if twice is not None:
             raise DataError(
                 f"Ranks {found.index(found[twice])} and {twice} worked on the same examples",
@@ -87,7 +85,7 @@ def shard(data: Any, ranks: Ranks, how: Distributed) -> Shard:
     inner = _indexed(data)
     if inner is None:
         return Shard(ranks, data, data, 0, interleaved=True)
-    start, stop = _span(_agreed_length(len(inner), ranks), ranks)
+    start, stop = span(_agreed_length(len(inner), ranks), ranks)
     return Shard(ranks, _subset(data, inner, start, stop), _subset(data, inner, 0, len(inner)), start)
 
 
@@ -104,12 +102,6 @@ def span(length: int, ranks: Ranks) -> tuple[int, int]:
     return ranks.rank * length // ranks.size, (ranks.rank + 1) * length // ranks.size
 
 
-def _span(length: int, ranks: Ranks) -> tuple[int, int]:
-    if length < ranks.size:
-        raise _too_few("examples", length, ranks.size)
-    return span(length, ranks)
-
-
 def _of_pair(data: Any, ranks: Ranks) -> Shard:
     """Tensors that are the same on every rank are divided; others are each rank's own."""
     with ranks.together("reading of the data"):
@@ -119,7 +111,7 @@ def _of_pair(data: Any, ranks: Ranks) -> Shard:
         fits = targets.dim() > 0 and len(targets) == length  # else `batches` says what is wrong
         known = digest(inputs, targets) if fits else 0
     if len(set(ranks.numbers(known))) == 1 and len(set(ranks.numbers(length))) == 1:
-        start, stop = _span(length, ranks)
+        start, stop = span(length, ranks)
         half = digest(take(inputs, 0, length // 2), targets[: length // 2]) if fits else 0
         if len(set(ranks.numbers(half))) > 1:
             raise DataError(
@@ -181,12 +173,3 @@ def _subset(data: Any, inner: Any, start: int, stop: int) -> Any:
         some, batch_size=data.batch_size, collate_fn=data.collate_fn, num_workers=data.num_workers,
         generator=torch.Generator(),
     )  # fmt: skip
-
-
-def _too_few(what: str, got: int, ranks: int) -> DataError:
-    return DataError(
-        f"There are fewer {what} than processes",
-        expected=f"at least {ranks} {what}, one for each rank",
-        got=str(got),
-        do="use fewer processes" + ("" if what == "examples" else ", or smaller batches"),
-    )

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch, digest, naming
+from lapis.batches import Batch, example_digests, naming
 from lapis.checkpoint import Checkpoint
 from lapis.curvature.backward.contributions import one_seed
 from lapis.curvature.backward.record import Record
@@ -107,13 +108,17 @@ def accumulate(
         skipped, number = 0, -1
         for number, batch in enumerate(track(stream, "curvature", total, progress)):
             curvature.sample.add(batch)
+            hashes = example_digests(batch.inputs, batch.targets)
+            curvature.seen = curvature.seen.add(hashes)
+            own = int(hashes.sum(dtype=np.uint64))
             if number < done:
-                skipped = (skipped + digest(batch.inputs, batch.targets)) % 2**64
+                skipped = (skipped + own) % 2**64
                 continue
             if kept is not None and number == done:
                 kept.check_same(skipped, curvature)
             for part in batch.split(min(part_length(curvature, work), _with_factors(curvature, work))):
                 _add_batch(curvature, network, likelihood, part, generator, work)
+            curvature.digest = (curvature.digest + own) % 2**64
             if kept is not None:
                 kept.follow(curvature, generator, number + 1)
         if kept is not None and number < done:
@@ -189,7 +194,6 @@ def _add_batch(
         targets = likelihood.targets(batch.targets, f, record.raw_shape)
     curvature.statistics = curvature.statistics + likelihood.statistics(f, targets).to(curvature.statistics.device)
     curvature.n_data += len(batch)
-    curvature.digest = (curvature.digest + digest(batch.inputs, batch.targets)) % 2**64
     if curvature.kind == "hessian":
         (block,) = curvature.blocks
         add_hessian(block, network, likelihood, record, targets)

@@ -94,11 +94,12 @@ class Sample:
         """Make it a sample of the examples of all ranks: that of one process that saw them all."""
         self._drop()
         self._room = min(ranks.numbers(self._room))
-        if not self._room or not min(ranks.numbers(len(self._pieces))):
+        like = ranks.first_of(self._pieces[0][1].chosen(torch.tensor([0])) if self._pieces else None)
+        if not self._room or like is None:
             self._pieces = []
             return
-        like = self._pieces[0][1]
-        numbers = ranks.gathered(torch.from_numpy(np.concatenate([each for each, _ in self._pieces]))).numpy()
+        drawn = np.concatenate([np.zeros(0), *(each for each, _ in self._pieces)])
+        numbers = ranks.gathered(torch.from_numpy(drawn)).numpy()
         if len(numbers) > self._room:
             self._limit = float(np.partition(numbers, self._room - 1)[self._room - 1])
         self._drop()

@@ -16,6 +16,7 @@ from torch import Tensor
 from lapis.curvature.blocks.block import Block
 from lapis.curvature.blocks.partition import to_device
 from lapis.curvature.sample import Sample
+from lapis.curvature.seen import Seen
 from lapis.curvature.tape import Tape
 from lapis.ranks import Ranks
 from lapis.schema import count, entry, tensor, under
@@ -53,6 +54,8 @@ class Curvature:
     Under noise variances v, `blocks` are their sum with weights 1 / v."""
     positions: int = 1
     """Number of positions of the first example."""
+    seen: Seen = field(default_factory=Seen.none)
+    """Fingerprints of a few of the examples."""
 
     def __post_init__(self) -> None:
         index = {id(site): i for i, site in enumerate(self.tape.plan.sites)}
@@ -127,7 +130,7 @@ class Curvature:
         for block in chain(same.blocks, *(same.apart or ())):
             block.empty()
         same.statistics, same.n_data, same.digest = torch.zeros_like(self.statistics), 0, 0
-        same.sample = Sample()
+        same.sample, same.seen = Sample(), Seen.none()
         return same
 
     def plus(self, other: Curvature, weight: float) -> Curvature:
@@ -143,6 +146,7 @@ class Curvature:
         sign = int(weight)
         same.statistics = self.statistics + sign * other.statistics
         same.n_data, same.digest = self.n_data + sign * other.n_data, (self.digest + sign * other.digest) % 2**64
+        same.seen = self.seen.plus(other.seen) if sign > 0 else self.seen.minus(other.seen)
         return same
 
     def running(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -171,12 +175,16 @@ class Curvature:
 
     def over_ranks(self, ranks: Ranks) -> None:
         """Replace this rank's sums by those over the data of all ranks, the same everywhere."""
+        lengths = ranks.numbers(self.statistics.numel() if self.n_data else 0)
+        if not self.n_data:  # a rank without examples
+            self.statistics = self.statistics.new_zeros(max(lengths))
         digits = [self.digest >> shift & 0xFFFF for shift in range(0, 64, 16)]  # whose sums float64 holds exactly
         facts = self.statistics.new_tensor([self.n_data, *digits])
         self.add_up(ranks, self.statistics, facts)
         self.n_data, *sums = (int(number) for number in facts.tolist())
         self.digest = sum(part << shift for part, shift in zip(sums, range(0, 64, 16), strict=True)) % 2**64
         self.sample.over_ranks(ranks)
+        self.seen = self.seen.over_ranks(ranks)
 
     def add_up(self, ranks: Ranks, *others: Tensor) -> None:
         """Sum the blocks over the ranks, and other tensors with them in the same all-reduce."""
@@ -220,5 +228,5 @@ class Curvature:
             self.kind, self.tape, [block.clone() for block in self.blocks], self.statistics.clone(), self.n_data,
             self.fisher_samples, self.signature, self.outputs, self.digest, sample=self.sample.clone(),
             apart=self.apart and [[block.part(c == 0) for block in blocks] for c, blocks in enumerate(self.apart)],
-            positions=self.positions,
+            positions=self.positions, seen=self.seen,
         )  # fmt: skip

@@ -8,6 +8,7 @@ to rounding, for dense, diagonal and Kronecker structures: the posterior does no
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lapis.curvature.sample import Sample
-from lapis.errors import DataError, OptionError
+from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Weights
 from lapis.options import check_arguments
@@ -25,6 +26,9 @@ from lapis.posteriors.laplace.fit import laplace
 from lapis.posteriors.laplace.subnetwork import Subnetwork
 from lapis.posteriors.posterior import MEMORY_BUDGET
 from lapis.priors import Prior
+
+FEW = 8
+"""Fewer examples than so many, all of them in another sum, may be other examples with equal numbers."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,6 +70,7 @@ class Statistics:
                 got=f"fingerprint {self.digest:016x} both times",
                 do="leave one of them out",
             )
+        self._check_overlap(other)
         sums = self.fit.curvature.plus(other.fit.curvature, 1.0)
         for batch in other.fit.sample_of_data():
             sums.sample.add(batch)
@@ -80,6 +85,14 @@ class Statistics:
         if not isinstance(other, Statistics):
             return NotImplemented
         self._check_alike(other)
+        missing = self.fit.curvature.seen.missing(other.fit.curvature.seen)
+        if missing:
+            raise DataError(
+                "Data that are not in these sums cannot be taken out of them",
+                expected="statistics of examples that were added, each as often as it was",
+                got=f"{missing:,} of the fingerprints compared that are not in the sums",
+                do="subtract statistics of a part of the data, of the same numbers in the same form",
+            )
         if other.n_data >= self.n_data:
             raise DataError(
                 "Nothing would be left",
@@ -95,6 +108,26 @@ class Statistics:
         for gaussian in rest.gaussians:
             gaussian.check()
         return Statistics(rest)
+
+    def _check_overlap(self, other: Statistics) -> None:
+        """DataError where all examples of one are in the other; a warning where some are."""
+        shared, mine, theirs = self.fit.curvature.seen.shared(other.fit.curvature.seen)
+        if not shared:
+            return
+        fewer = min(mine, theirs)
+        if shared == fewer and fewer >= FEW:
+            raise DataError(
+                "The examples of one of these statistics are in the other already",
+                expected="different examples: each would count twice",
+                got=f"all {fewer:,} fingerprints that can be compared in both",
+                do="leave one of them out, or subtract first what they share",
+            )
+        warnings.warn(
+            f"These statistics share examples, which count twice: {shared:,} of {fewer:,} fingerprints that can be "
+            "compared are in both. That is right only where different examples have equal inputs and targets.",
+            LapisWarning,
+            stacklevel=3,
+        )
 
     def posterior(self, prior: Prior | float | Tensor = 1.0) -> LaplacePosterior:
         """The Laplace posterior of these data under a prior; no pass over data."""

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lapis.batches import Batch, digest, joined, naming
 from lapis.curvature.budget import work_bytes
-from lapis.curvature.outputs import FACTOR_COPIES, check_factors, check_outputs
+from lapis.curvature.outputs import check_outputs
+from lapis.curvature.products.factors import Factors, GivenFactors
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
@@ -41,49 +42,8 @@ from lapis.solvers import (
 
 Space = Literal["weights", "outputs"]
 
-KEPT_FACTORS_BYTES = 64 * 2**20
-"""The factors S are kept if they take at most this many bytes; otherwise each product computes them again."""
-
 ROWS = ("rows", "_own_rows", "_rows_of_ranks")
 """Cached properties that depend on the factors."""
-
-
-class Factors:
-    """S of each batch at the trained outputs, (B, T, C, R) float64, in pieces that fit in memory, and kept if small.
-
-    MemoryBudgetError for outputs so many that the factor of a single example would take more than `memory` bytes.
-    """
-
-    def __init__(
-        self, likelihood: Likelihood, outputs: Sequence[Tensor], targets: Sequence[Tensor], memory: int
-    ) -> None:
-        self.likelihood, self.outputs, self.targets, self.memory = likelihood, outputs, targets, memory
-        self._kept: dict[tuple[int, int], Tensor] = {}
-        self._keeps = sum(f.numel() * f.shape[-1] for f in outputs) * 8 <= min(KEPT_FACTORS_BYTES, memory // 8)
-
-    def pieces(self, batch: int) -> Iterator[tuple[slice, Tensor]]:
-        """S of a batch's examples, some at a time."""
-        f, y = self.outputs[batch], self.targets[batch]
-        check_factors(f[:1], self.memory, "structure='kronecker'")
-        step = max(1, work_bytes(self.memory) // (FACTOR_COPIES * 8 * f[0].numel() * f.shape[-1]))
-        for start in range(0, len(f), step):
-            some = slice(start, min(start + step, len(f)))
-            found = self._kept.get((batch, start))
-            if found is None:
-                found = self.likelihood.factor(f[some], y[some]).detach()
-                if self._keeps:
-                    self._kept[batch, start] = found
-            yield some, found
-
-
-class GivenFactors:
-    """The same for factors S that are given, one for each batch."""
-
-    def __init__(self, factors: Sequence[Tensor]) -> None:
-        self.factors = factors
-
-    def pieces(self, batch: int) -> Iterator[tuple[slice, Tensor]]:
-        yield slice(None), self.factors[batch]
 
 
 class ImplicitCurvature:
@@ -92,8 +52,8 @@ class ImplicitCurvature:
     In memory stay the data, the network's outputs for them in float64, and S if small. Blocks of vectors (k, P) go in
     and come out in the network's dtype. `mode` says how products are computed, as `Jacobian` takes it.
 
-    With `ranks` each process holds batches of its own. Rows are then those of all ranks, one rank after the other, and
-    every product is summed over them: all ranks must multiply the same vectors at the same time.
+    With `ranks` each process holds batches of its own, or none. Rows are then those of all ranks, one rank after the
+    other, and every product is summed over them: all ranks must multiply the same vectors at the same time.
     """
 
     def __init__(
@@ -110,7 +70,9 @@ class ImplicitCurvature:
         self.ranks = ranks
         self.memory_budget = memory_budget
         self.jacobian = Jacobian(network, likelihood.canonical, batches, memory_budget=memory_budget, mode=mode)
-        self.outputs = self.jacobian.outputs[0].shape[-1]
+        self.outputs = self.jacobian.outputs[0].shape[-1] if batches else 0
+        if ranks is not None:
+            self.outputs = max(ranks.numbers(self.outputs))
         self.targets: list[Tensor] = []
         sums: list[Tensor] = []
         self.digest = 0
@@ -123,7 +85,12 @@ class ImplicitCurvature:
             pairs = zip(torch.split(f, step), torch.split(self.targets[-1], step), strict=True)
             sums += [likelihood.statistics(some, y) for some, y in pairs]
             self.digest = (self.digest + digest(batch.inputs, batch.targets)) % 2**64
-        self.statistics = self._total(torch.stack(sums).sum(0))
+        own = torch.stack(sums).sum(0) if sums else torch.zeros(0, dtype=torch.float64, device=network.device)
+        if ranks is not None and not batches:
+            own = own.new_zeros(max(ranks.numbers(0)))
+        elif ranks is not None:
+            ranks.numbers(len(own))  # for ranks without examples
+        self.statistics = self._total(own)
         self.n_data, self.n_outputs = sum(map(len, batches)), self.jacobian.n_outputs
         if ranks is not None:
             self.n_data, self.n_outputs = sum(ranks.numbers(self.n_data)), sum(ranks.numbers(self.n_outputs))
@@ -133,6 +100,8 @@ class ImplicitCurvature:
         """Whether the factors are those of the likelihood's Hessian at the trained outputs (see `with_factors`)."""
         self.order: Tensor | None = None
         """The index that each example had before the data were shuffled by `rebatched`; None if they were not."""
+        self.minibatches = len(batches)
+        """The number of batches; of ranks without examples, that of the others."""
 
     @property
     def batches(self) -> Sequence[Batch]:
@@ -157,6 +126,8 @@ class ImplicitCurvature:
         if not self.own_hessian:
             pieces = chain.from_iterable(map(self.factors.pieces, range(len(self.batches))))
             return sum(s[..., 0, :].numel() for _, s in pieces)
+        if not self.batches:
+            return 0
         f, y = self.jacobian.outputs[0], self.targets[0]
         first = self.likelihood.factor(f[:1, :1], y[:1, :1])
         return self.jacobian.n_outputs // first.shape[-2] * first.shape[-1]
@@ -164,6 +135,8 @@ class ImplicitCurvature:
     def root(self, vectors: Tensor) -> Tensor:
         """S^T J v, (k, M), for vectors v (k, P): a square root of the GGN."""
         found, start = vectors.new_empty(len(vectors), self._own_rows), 0
+        if not self.batches:
+            return found if self.ranks is None else self.ranks.gathered(found, 1)
         with closing(self.jacobian.forward_each(vectors)) as pushed:
             for batch, f in enumerate(pushed):
                 for some, s in self.factors.pieces(batch):
@@ -177,6 +150,8 @@ class ImplicitCurvature:
         """J^T S u, (k, P), for rows u (k, M)."""
         if self.ranks is not None:
             rows = torch.split(rows, self._rows_of_ranks, 1)[self.ranks.rank]
+        if not self.batches:
+            return self._total(rows.new_zeros(len(rows), self.network.size))
         return self._total(self.jacobian.backward(self._seeds(rows)))
 
     def _seeds(self, rows: Tensor) -> Iterator[Tensor]:
@@ -196,12 +171,16 @@ class ImplicitCurvature:
         """The GGN times each vector, (k, P)."""
         if not self.own_hessian:
             return self.root_transposed(self.root(vectors))
+        if not self.batches:
+            return self._total(torch.zeros_like(vectors))
         return self._total(self.jacobian.ggn(vectors, self.likelihood, self.targets))
 
     def part(self, index: int) -> ImplicitCurvature:
         """The GGN of one batch alone; its products are summands of the whole."""
         part = object.__new__(ImplicitCurvature)
         part.__dict__.update({name: value for name, value in self.__dict__.items() if name not in ROWS})
+        if not self.batches:
+            return part  # of a rank without examples: it takes part in the others' sums
         part.jacobian = self.jacobian.of_batches(index)
         part.targets = [self.targets[index]]
         part.factors = Factors(self.likelihood, part.jacobian.outputs, part.targets, self.memory_budget)
@@ -232,7 +211,7 @@ class ImplicitCurvature:
                 got='solver="sgd", which shuffles the data',
                 do='use solver="cg"',
             )
-        whole, order = joined(self.batches), None
+        whole, order = joined(self.batches) if self.batches else None, None
         if self.ranks is not None:
             return self._redivided(whole, size, generator, self.ranks)
         if whole is not None:
@@ -248,23 +227,33 @@ class ImplicitCurvature:
 
     def _redivided(self, whole: Batch | None, size: int, generator: torch.Generator, ranks: Ranks) -> ImplicitCurvature:
         """As `rebatched`: minibatches of about `size` examples in all, of which each rank has a part of its own."""
-        if 0 in ranks.numbers(int(whole is not None)):
+        if 0 in ranks.numbers(int(whole is not None or not self.batches)):
             raise OptionError(
                 "Minibatches over several processes take examples of one shape",
                 expected='solver="cg", or inputs of one shape',
                 got='solver="sgd" and inputs whose shapes differ from batch to batch',
                 do='use solver="cg"',
             )
-        assert whole is not None
-        order = torch.randperm(len(whole), generator=generator, device=generator.device).to(whole.targets.device)
-        count = min(-(-self.n_data // size), *ranks.numbers(len(whole)))
-        parts = [whole.chosen(some) for some in torch.tensor_split(order, count)]
-        numbered = [replace(part, index=i) for i, part in enumerate(parts)]
+        lengths = ranks.numbers(0 if whole is None else len(whole))
+        count = min(-(-self.n_data // size), *(length for length in lengths if length))
+        numbered, order = list[Batch](), None
+        if whole is not None:
+            order = torch.randperm(len(whole), generator=generator, device=generator.device).to(whole.targets.device)
+            parts = [whole.chosen(some) for some in torch.tensor_split(order, count)]
+            numbered = [replace(part, index=i) for i, part in enumerate(parts)]
         found = ImplicitCurvature(
             self.network, self.likelihood, numbered, self.signature, self.memory_budget, self.jacobian.mode, ranks
         )
-        found.order = order
+        found.order, found.minibatches = order, count
         return found
+
+    def by_part(self, rows: Tensor, parts: Sequence[ImplicitCurvature]) -> list[Tensor]:
+        """Rows (k, M), as `reordered` gives them, for each of the batches: those of all ranks, one after the other."""
+        if self.ranks is None:
+            return list(torch.split(rows, [part.rows for part in parts], 1))
+        own = torch.split(rows, self._rows_of_ranks, 1)[self.ranks.rank]
+        pieces = torch.split(own, [part._own_rows for part in parts], 1)
+        return [self.ranks.gathered(piece, 1) for piece in pieces]
 
     def reordered(self, rows: Tensor) -> Tensor:
         """Rows (k, M) in the order of the data before `rebatched`, brought to the order of these batches.

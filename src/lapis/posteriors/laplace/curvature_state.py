@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from lapis.curvature.blocks.block import Block
 from lapis.curvature.blocks.partition import BUILDERS, Structure, build_blocks, is_packed
 from lapis.curvature.recording.sites import Plan
+from lapis.curvature.seen import KEPT, LIMIT, Seen
 from lapis.curvature.sums import MOST_APART, Curvature
 from lapis.curvature.tape import ExampleBytes, Tape
 from lapis.likelihoods import Likelihood
@@ -36,8 +39,10 @@ def curvature_state(sums: Curvature) -> State:
         "general": sorted(sums.tape.plan.general),
         "apart": len(sums.apart or ()),
         "positions": sums.positions,
+        "seen": sums.seen.limit,
     }
-    return State(config, blocks | {"statistics": sums.statistics})
+    seen = {"seen": sums.seen.tensor()} if len(sums.seen.hashes) else {}
+    return State(config, blocks | seen | {"statistics": sums.statistics})
 
 
 def curvature_from_state(
@@ -69,7 +74,19 @@ def curvature_from_state(
     return Curvature(
         kind, tape, blocks, statistics, facts.n_data, state.count("fisher_samples"), facts.signature, facts.n_outputs,
         state.count("digest", least=0), apart=apart, positions=state.count("positions"),
+        seen=_seen(state, facts.n_data),
     )  # fmt: skip
+
+
+def _seen(state: State, n_data: int) -> Seen:
+    """The fingerprints of some examples; unknown in files that are older than they."""
+    if "seen" not in state.tensors:
+        return Seen.unknown()
+    hashes = state.tensor("seen", (-1,), torch.int64).cpu().numpy().view(np.uint64)
+    limit = state.count("seen", least=0, most=LIMIT)
+    if len(hashes) > min(KEPT, n_data) or bool((np.diff(hashes.astype(object)) < 0).any()) or (hashes > limit).any():
+        raise wrong("seen", f"at most {KEPT} sorted fingerprints up to the limit", f"{len(hashes)}")
+    return Seen(hashes, limit)
 
 
 def _take_eps(blocks: Sequence[Block], found: list[dict[str, float]]) -> None:

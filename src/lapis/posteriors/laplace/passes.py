@@ -41,7 +41,8 @@ class DataSource:
             first = next(stream)
             self._begun = chain([first], stream), total
             return first
-        with self.shard.ranks.together("first batch"):
+        ranks = self.shard.ranks
+        with ranks.together("first batch"):
             if self.shard.interleaved and isinstance(self.data, Iterator):
                 raise DataError(
                     "An iterator cannot be divided among processes",
@@ -49,7 +50,11 @@ class DataSource:
                     got=type(self.data).__name__,
                     do='pass such data, or distributed="shards" if each rank has batches of its own in a list',
                 )
-            return next(self._batches(self.shard.whole)[0])
+            own = next(self._batches(self.shard.whole, may_be_empty=True)[0], None)
+        found = ranks.first_of(own)
+        if found is None:
+            raise DataError("There is no data", expected="at least one example", got="none on any rank", do="pass some")
+        return found
 
     def read(self) -> tuple[Iterator[Batch], int | None]:
         """The batches of this process, and their number if it is known."""
@@ -60,8 +65,11 @@ class DataSource:
             return self._batches(self.data)
         return self.shard.batches(dtype=self.network.dtype, device=self.network.device, batch_size=self.batch_size)
 
-    def _batches(self, data: Any) -> tuple[Iterator[Batch], int | None]:
-        return batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=self.batch_size)
+    def _batches(self, data: Any, may_be_empty: bool = False) -> tuple[Iterator[Batch], int | None]:
+        network = self.network
+        return batches(
+            data, dtype=network.dtype, device=network.device, batch_size=self.batch_size, may_be_empty=may_be_empty
+        )
 
     def agree(self, network: Network, structure: str, likelihood: Likelihood, prior: WeightPrior, tape: Tape) -> None:
         """OptionError unless all ranks are about to do the same."""

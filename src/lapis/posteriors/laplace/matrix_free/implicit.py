@@ -75,7 +75,7 @@ class ImplicitPosterior(SolvedPosterior):
         *,
         solver: Literal["auto", "block", "cg", "sgd"] = "auto",
         error: float | None = None,
-        objective: Literal["noisy", "low_noise"] | None = None,
+        objective: Literal["dual", "noisy", "low_noise"] | None = None,
         epochs: int | None = None,
         batch_size: int | None = None,
         learning_rate: float | None = None,
@@ -93,19 +93,22 @@ class ImplicitPosterior(SolvedPosterior):
             samples: the number of draws, K.
             solver: "block": block conjugate gradients for all draws together, until their variances have about the
                 relative `error`. "cg": each draw to the solver's tolerance. "sgd": on minibatches, by Nesterov's method
-                with momentum 0.9 and an average over the last half of the iterates. "auto": "cg" for up
-                to 2,000 weights, where it costs little, and where `with_solver` sets a tolerance or the space of
-                outputs; else "block". SGD costs more for the same error wherever it was measured.
+                and an average over the last iterates. "auto": "cg" for up to 2,000 weights, where it
+                costs little, and where `with_solver` sets a tolerance or the space of outputs; else "block". SGD cost
+                about as much on a LeNet, and more on a ResNet (docs/matrix-free.md).
             error: of "block", 0.05 by default; from K draws variances have an error of sqrt(2 / K) in any case.
-            objective: of SGD. "low_noise" (default) moves u from the data term into the prior's centre,
-                z0 + Lambda^-1 sum_n J_n^T S_n u_n: the same minimiser, with far less noise in the gradients.
-                "noisy": as written above.
+            objective: of SGD. "dual" (default) descends on one number for each row of S^T J, from which z follows:
+                minibatches add no noise at the solution, so that momentum is 0.95; it keeps these numbers too.
+                "low_noise" moves u from the data term into the prior's centre, z0 + Lambda^-1 sum_n J_n^T S_n u_n: the
+                same minimiser, with far less noise in the gradients than "noisy", which is as written above. Momentum
+                0.9 for these two, and an average over half of the iterates.
             epochs: of SGD, 20 by default.
-            batch_size: of SGD, 128 by default. Data are divided into minibatches once, visited in a new random order
-                in each epoch.
-            learning_rate: of SGD, in units of the prior; by default half of the largest stable one.
+            batch_size: of SGD, by default 64 (fewer with little data) for "dual", else 128. Data
+                are divided into minibatches once, visited in a new random order in each epoch.
+            learning_rate: of SGD, in units of the prior; by default half of the largest stable one; for "dual" 0.7
+                of it, halved where gradients grow.
             clip: of SGD: the norm to which longer gradients are shortened, in units of the prior.
-            generator: source of randomness; seeded with 0 by default. Both solvers and both objectives give the same
+            generator: source of randomness; seeded with 0 by default. All solvers and objectives give the same
                 draws for the same seed, up to their errors.
             checkpoint: a file to save progress in, at intervals and when interrupted. A call with the same arguments
                 resumes from it, and gives the numbers that it would have given without the interruption.
@@ -116,8 +119,6 @@ class ImplicitPosterior(SolvedPosterior):
         """
         check_arguments(ImplicitPosterior.draw, locals())
         chosen = drawing.options(self, samples, solver, objective, epochs, batch_size, learning_rate, clip, error)
-        if chosen.objective == "noisy":
-            self._refuse_if_divided("descend on the noisy objective", 'use objective="low_noise"')
         source = self.source(samples, generator)
         with self.network.held():
             self.check_network()

@@ -159,8 +159,8 @@ class Problem:
             hessians.append(found.hessian.to(self.network.dtype))
             sums.append(likelihood.statistics(latent.mean.double(), y))
         temperature = posterior.temperature
-        gradient = self.jacobian.backward(gradients)[0].double() / temperature
-        statistics = torch.stack(sums).sum(0)
+        gradient = self._pulled(gradients, 1)[0].double() / temperature
+        statistics = sum(sums, torch.zeros_like(posterior.curvature.statistics))
         if self.ranks is not None:
             likelihoods = statistics.new_tensor([total])
             self.ranks.add_up([likelihoods, gradient, statistics])
@@ -168,6 +168,12 @@ class Problem:
         self.passes += 2
         elbo = total / temperature - posterior.divergence()
         return _Evaluation(elbo, gradient, hessians, statistics)
+
+    def _pulled(self, seeds: Sequence[Tensor], count: int) -> Tensor:
+        """J^T u, (count, P), of this rank's examples, if it has any."""
+        if not self.held:
+            return torch.zeros(count, self.network.size, dtype=torch.float64, device=self.network.device)
+        return self.jacobian.backward(seeds)
 
     def direction(self, posterior: LaplaceFamily, gradient: Tensor, hessians: Sequence[Tensor]) -> Tensor:
         """(sum_n J_n^T W_n J_n / T + Lambda)^-1 gradient, (P,)."""
@@ -179,7 +185,7 @@ class Problem:
             self.passes += len(vectors)
             pushed = self.jacobian.forward(vectors)
             seeds = [torch.einsum("btcd,kbtd->kbtc", w.to(u.dtype), u) for w, u in zip(hessians, pushed, strict=True)]
-            pulled = self.jacobian.backward(seeds)
+            pulled = self._pulled(seeds, len(vectors))
             return scale * (pulled if self.ranks is None else self.ranks.total(pulled)) + precision * vectors
 
         solved = conjugate_gradients(

@@ -35,7 +35,7 @@ from lapis.evidence.fixed_point import stretch
 from lapis.evidence.point import LARGEST_LOG
 from lapis.latent.driver import Expected, LatentModel, ascend
 from lapis.options import check_choice
-from lapis.posteriors.laplace.matrix_free.drawing import Descent
+from lapis.posteriors.laplace.matrix_free.descending import Descent
 from lapis.posteriors.laplace.matrix_free.noise import noise
 from lapis.posteriors.laplace.tuning import own_noise
 from lapis.posteriors.laplace.tuning.foretelling import warn_of_doubt
