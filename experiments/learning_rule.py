@@ -292,9 +292,9 @@ def binary_picture(chosen: argparse.Namespace) -> str:
     torch.manual_seed(0)
     x, y = moons(0)
     features = torch.cat([x, torch.ones(len(x), 1)], 1)
-    model = binary_network(3, 64, 2)
-    optimiser = lapis.optim.BayesBiNN(model.parameters(), lr=3e-3, data_size=len(x), temperature=0.1, start=1.0)
-    steps = 200 if chosen.quick else 3000
+    model = binary_network(3, 128, 2)
+    optimiser = lapis.optim.BayesBiNN(model.parameters(), lr=1e-3, data_size=len(x), temperature=0.5, start=2.0)
+    steps = 200 if chosen.quick else 2000
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
 
     def closure() -> Tensor:
@@ -321,10 +321,12 @@ def binary_picture(chosen: argparse.Namespace) -> str:
     }
     figure, axes = plt.subplots(1, 3, figsize=(12, 4), constrained_layout=True)
     for at, (title, value) in zip(axes, shown.items(), strict=True):
+        unsure = value is drawn.mutual_information
         picture = at.imshow(
-            value.reshape(80, 80).T, origin="lower", extent=(-2.5, 2.5, -2.5, 2.5), cmap="RdBu_r", vmin=0
-        )
-        at.scatter(*x[:200].T, c=y[:200], s=6, cmap="RdBu_r", edgecolors="k", linewidths=0.3)
+            value.reshape(80, 80).T, origin="lower", extent=(-2.5, 2.5, -2.5, 2.5), vmin=0,
+            vmax=None if unsure else 1, cmap="Greys" if unsure else "RdBu_r",
+        )  # fmt: skip
+        at.scatter(*x[:200].T, c=y[:200], s=12, cmap="RdBu_r", edgecolors="w", linewidths=0.5)
         at.set_title(title, fontsize=9)
         figure.colorbar(picture, ax=at, shrink=0.8)
     chosen.figures.mkdir(parents=True, exist_ok=True)
