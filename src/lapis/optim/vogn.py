@@ -43,7 +43,7 @@ class VOGN(DiagonalOptimizer):
         betas: decay of the gradient's and of the squares' average (published: 0.9, and 0.99 to 0.999).
         hess_init: h at the start.
         damping: added to the precision, in steps and in draws: deviations are at most 1 / sqrt(N damping), 0.05 for
-            4,000 examples. Published runs take 0.001 and some 500,000 examples (augmented ones counted): the same width.
+            4,000 examples. Published runs take 0.001 and 500,000 examples (augmented ones counted): the same width.
         temperature: of the posterior; published runs raise it from 0.01 to 1 over the first thousand steps
             (`optimiser.param_groups[0]["temperature"] = ...`).
         clip_radius: largest move of a weight in a step, before `lr`.
