@@ -29,7 +29,7 @@ from benchmarks.turns import Step, measure
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "methods_speed.md"
 TURNS = 7
-SNAPSHOTS, NETWORKS, POINTS, STEPS = 20, 20, 256, 50
+SNAPSHOTS, NETWORKS, POINTS, STEPS = 20, 20, 256, 150
 COUNT = 1000
 """Weights of a subnetwork."""
 
