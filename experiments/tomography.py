@@ -3,12 +3,14 @@
 Images are measured by few noisy projections, and reconstructed by back-projection, total variation, a deep image prior,
 its linearised posterior (tuned by the evidence, with and without the TV predictive complexity prior), and one that was
 trained with dropout. Scores are PSNR, SSIM and the log likelihood of the true image. Every piece of work is kept in
-docs/results/tomography.json, from which an interrupted run goes on; the report holds what is there.
+docs/results/tomography.json, from which an interrupted run goes on; the report holds what is there. LAPIS_PIECES names
+the pieces to run ("example surrogate costs table column stopping slices").
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -23,16 +25,18 @@ from tomo.store import Store
 from lapis import imaging
 
 COLUMN_IMAGES = 3
+TV_RATE = 6.0
+LARGE = (("phantom", 64, 40), ("chest", 128, 40), ("phantom", 128, 40), ("phantom", 96, 40), ("phantom", 128, 20))
 FIRST = 10
 """Of the ten images of the table: `point="trained"` was chosen while looking at earlier ones."""
 
 
-def costs(store: Store, quick: bool) -> None:
-    channels = (4, 4) if quick else (16, 16, 16)
-    for size, angles in ((16, 5),) if quick else ((64, 20), (96, 20), (128, 20), (128, 10), (128, 40)):
+def costs(store: Store, chosen: argparse.Namespace) -> None:
+    channels = (4, 4) if chosen.quick else (16, 16, 16)
+    for size, angles in ((16, 5),) if chosen.quick else ((64, 20), (96, 20), (128, 20), (128, 10), (128, 40)):
         store.get(f"cost {size} {angles}", lambda: large.product_cost(size, angles, channels))  # noqa: B023
-    published = (4, 4) if quick else (32, 32, 32)
-    store.get("naive", lambda: large.naive_cost(12 if quick else 28, 20, published))
+    published = (4, 4) if chosen.quick else (32, 32, 32)
+    store.get("naive", lambda: large.naive_cost(12 if chosen.quick else 28, 20, published))
 
 
 def example(store: Store, chosen: argparse.Namespace) -> None:
@@ -58,43 +62,73 @@ def example(store: Store, chosen: argparse.Namespace) -> None:
     store.get("example", work)
 
 
-def table(store: Store, quick: bool) -> None:
+def surrogate(store: Store, chosen: argparse.Namespace) -> None:
+    """Priors over images side by side: TV, its Gaussian surrogate with the complexity prior, independent pixels."""
+
+    def work() -> dict[str, Any]:
+        shape, generator = (28, 28), torch.Generator().manual_seed(0)
+        drawn = {"TV": priors.variation_samples(shape, TV_RATE, 6, 20 if chosen.quick else 1000, generator)}
+        mean = float(imaging.total_variation(drawn["TV"]).mean())
+        drawn["TV-PredCP"], lengths = priors.surrogate_samples(shape, mean, 6, generator)
+        white = torch.randn(drawn["TV"].shape, generator=generator, dtype=torch.float64)
+        drawn["factorised Gaussian"] = 0.5 + priors.SPREAD * white
+        save(figures.surrogates(drawn), "tomography_surrogate", chosen)
+        found = {name: imaging.total_variation(images).tolist() for name, images in drawn.items()}
+        return found | {"lengths": lengths}
+
+    store.get("surrogate", work)
+
+
+def table(store: Store, chosen: argparse.Namespace) -> None:
     """Image by image, so that an interrupted run has whole images."""
-    for index, truth in enumerate(cells.kmnist(FIRST + (2 if quick else 10))[FIRST:], FIRST):
-        for angles, percent in grid(quick):
+    for index, truth in enumerate(cells.kmnist(FIRST + (2 if chosen.quick else 10))[FIRST:], FIRST):
+        for angles, percent in grid(chosen.quick):
             name = f"cell {index} {angles} {percent}"
-            store.get(name, lambda: cells.cell(index, angles, percent, setting(quick), truth)[0])  # noqa: B023
+            store.get(name, lambda: cells.cell(index, angles, percent, setting(chosen.quick), truth)[0])  # noqa: B023
 
 
-def column(store: Store, quick: bool) -> None:
+def column(store: Store, chosen: argparse.Namespace) -> None:
     """The U-net with group norm: evidence at theta* and at t, for METHODS 12."""
-    for index, truth in enumerate(cells.kmnist(1 if quick else COLUMN_IMAGES)):
+    for index, truth in enumerate(cells.kmnist(1 if chosen.quick else COLUMN_IMAGES)):
         name = f"group norm {index}"
-        store.get(name, lambda: cells.normalised(index, setting(quick), truth))  # noqa: B023
+        store.get(name, lambda: cells.normalised(index, setting(chosen.quick), truth))  # noqa: B023
+
+
+def stopping(store: Store, chosen: argparse.Namespace) -> None:
+    store.get("stopping", lambda: cells.stopping(*((10, 20) if chosen.quick else (24, 1500))))
 
 
 def slices(store: Store, chosen: argparse.Namespace) -> None:
-    """The chest slice and the phantom, by products."""
-    size, channels = (24, (4, 4)) if chosen.quick else (128, (16, 16, 16, 16))
-    shown: dict[str, Any] = {}
-    for name, truth in (("chest", large.chest(size)), ("phantom", imaging.shepp_logan(size))):
+    """The phantom as it grows, and the chest slice, by products."""
+    channels, iterations, steps = ((4, 4), 20, 2) if chosen.quick else ((8, 8, 8, 8), 400, 6)
+    sizes = (("phantom", 24, 10),) if chosen.quick else LARGE
+    for name, size, angles in sizes:
+        truth = large.chest(size) if name == "chest" else imaging.shepp_logan(size)
 
         def work() -> Any:
-            kept = Path(gettempdir()) / f"lapis-tomography-{name}-{size}.lapis"  # noqa: B023
-            iterations, steps = (20, 2) if chosen.quick else (1000, 15)
-            scores, shown[name] = large.reconstructed(truth, 40, channels, iterations, steps, kept)  # noqa: B023
+            kept = Path(gettempdir()) / f"lapis-tomography-{name}-{size}-{angles}.lapis"  # noqa: B023
+            scores, shown = large.reconstructed(truth, angles, channels, iterations, steps, kept)  # noqa: B023
+            if angles == sizes[0][2] and size == max(entry[1] for entry in sizes):  # noqa: B023
+                save(figures.large({name: shown}), f"tomography_{name}", chosen)  # noqa: B023
             return scores
 
-        store.get(f"slice {name}", work)
-        if name in shown:
-            save(figures.large({name: shown[name]}), f"tomography_{name}", chosen)
+        store.get(f"slice {name} {size} {angles}", work)
 
+
+PIECES = {
+    "example": example, "surrogate": surrogate, "costs": costs, "table": table, "column": column,
+    "stopping": stopping, "slices": slices,
+}  # fmt: skip
 
 if __name__ == "__main__":
+    only = os.environ.get("LAPIS_PIECES", " ".join(PIECES)).split()
     chosen = arguments(__doc__)
     torch.set_num_threads(1)
     FIGURES.mkdir(parents=True, exist_ok=True)
     store = Store(chosen.quick)
-    for piece in (example, costs, table, column, slices):
-        piece(store, chosen if piece in (example, slices) else chosen.quick)
+    for name, piece in PIECES.items():
+        if name in only:
+            piece(store, chosen)
+            written(store, chosen, __doc__)
+    if not only:
         written(store, chosen, __doc__)

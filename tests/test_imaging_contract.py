@@ -15,7 +15,8 @@ import lapis
 from lapis import imaging
 from lapis.imaging.deep.unet import UNet
 from lapis.imaging.tangent.exact import ExactModel
-from lapis.imaging.tangent.tuning import objective
+from lapis.imaging.tangent.iterative import IterativeModel
+from lapis.imaging.tangent.tuning import evidence_at, objective
 
 
 def phantom(size: int) -> Tensor:
@@ -125,6 +126,23 @@ def test_one_group_has_one_variance_and_one_length_for_all_blocks(
         moved = values.clone()
         moved[:5] += step
         assert objective(model, moved, found.prior, noise**2, "mode", None)[0] < best
+
+
+@pytest.mark.filterwarnings("ignore:The trained network does not explain")
+def test_training_is_watched_by_the_evidence_that_tuning_maximises(
+    problem: tuple[imaging.RayTransform, Tensor, float],
+) -> None:
+    A, data, noise = problem
+    options: dict[str, Any] = {"noise": noise, "iterations": 3, "stopping": "evidence", "tuning_steps": 5}
+    found = imaging.reconstruct(A, data, network=small(), **options)
+    best = max(value for _, value in found.trained.evidences)
+    assert best == pytest.approx(found.tuned.objective, abs=1e-8)
+    assert best == pytest.approx(evidence_at(found.posterior, "trained"), abs=1e-8)
+    assert evidence_at(found.posterior, "mode") == pytest.approx(float(found.log_evidence()))
+    # by products: the preconditioner is exact with so few data, and so is the log-determinant
+    tangent, source = found.posterior.model.tangent, torch.Generator().manual_seed(0)
+    by_products = IterativeModel(tangent, A, data.flatten(), source).at(found.prior, noise**2)
+    assert evidence_at(by_products, "trained") == pytest.approx(best, abs=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:The trained network does not explain")

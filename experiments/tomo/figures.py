@@ -82,6 +82,18 @@ def priors(samples: Mapping[str, Tensor], shares: Mapping[str, Mapping[str, floa
     return figure
 
 
+def surrogates(samples: Mapping[str, Tensor]) -> Figure:
+    """Draws of priors over images, a row each, all in shades from 0 to 1."""
+    with plots.style():
+        figure = Figure(figsize=(8.4, 4.6), layout="constrained")
+        for row, (name, images) in zip(figure.subfigures(len(samples), 1), samples.items(), strict=True):
+            row.suptitle(name, fontsize=9, x=0.01, ha="left")
+            for place, image in zip(row.subplots(1, len(images)), images, strict=True):
+                place.imshow(image.numpy(), cmap="gray", vmin=0, vmax=1)
+                place.set_axis_off()
+    return figure
+
+
 def large(pictures: Mapping[str, Mapping[str, Tensor]]) -> Figure:
     """A row for each large image: truth, back-projection, mean, error, error map."""
     with plots.style():

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from lapis import imaging
+
+SPREAD = 12**-0.5
+"""Standard deviation of a pixel, that of the uniform distribution on [0, 1]."""
 
 
 def variation_samples(
@@ -51,6 +56,31 @@ def _given_neighbours(x: Tensor, rate: float, generator: torch.Generator) -> Ten
     inner = torch.where(level, 1.0, tilt)
     within = torch.where(level, u * length, torch.log1p(u * torch.expm1(inner * length)) / inner)
     return (a + within)[..., 0]
+
+
+def surrogate_samples(
+    shape: tuple[int, int], variation: float, count: int, generator: torch.Generator
+) -> tuple[Tensor, list[float]]:
+    """Images around 1/2 from the Gaussian surrogate of the TV prior, and their length scales.
+
+    f ~ N(1/2, s^2 exp(-d / l)), l ~ Exp(kappa(l)) |d kappa / d l|, where kappa(l) = E[TV(f)] = edges * sqrt(2 / pi)
+    * sqrt(2 s^2 (1 - exp(-1 / l))). So kappa is exponential with mean `variation`, cut off at kappa(0): draw it, and
+    solve for l.
+    """
+    height, width = shape
+    edges = (height - 1) * width + height * (width - 1)
+    most = edges * 2 * SPREAD / math.sqrt(math.pi)
+    shares = torch.rand(count, generator=generator, dtype=torch.float64) * -math.expm1(-most / variation)
+    kappa = -variation * torch.log1p(-shares)
+    lengths = -1 / torch.log1p(-((kappa / most) ** 2))
+    places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).to(torch.float64)
+    distances = torch.cdist(places, places)
+    images = []
+    for length in lengths:
+        factor = torch.linalg.cholesky(torch.exp(-distances / length))
+        white = torch.randn(height * width, generator=generator, dtype=torch.float64)
+        images.append(0.5 + SPREAD * (factor @ white).reshape(shape))
+    return torch.stack(images), lengths.tolist()
 
 
 def prior_samples(found: imaging.Reconstruction, count: int, generator: torch.Generator, factorised: bool) -> Tensor:

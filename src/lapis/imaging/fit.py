@@ -19,7 +19,7 @@ from lapis.imaging.tangent.exact import ExactModel, ExactPosterior
 from lapis.imaging.tangent.filters import blocks_of
 from lapis.imaging.tangent.iterative import IterativeModel, IterativePosterior
 from lapis.imaging.tangent.linearised import TangentImage
-from lapis.imaging.tangent.tuning import Groups, Point, Tuned, tuned_posterior
+from lapis.imaging.tangent.tuning import Groups, Point, Tuned, evidence_at, tuned_posterior
 from lapis.network.untouched import restored_modes
 from lapis.options import check_arguments, check_positive
 
@@ -73,7 +73,7 @@ def reconstruct(
         complexity: tune with the predictive complexity prior on the total variation.
         groups: a prior variance and length scale for each of the network's "blocks", or "one" for all.
         rate: of training, the largest step of Adam. When None, 0.16 / channels for a new network, 0.003 for one given.
-        stopping: train for all iterations, or stop by the evidence (ten looks, each as long as a tuning).
+        stopping: train for all iterations, or stop by the evidence at `point` (ten looks, each as long as a tuning).
         centre: of the posterior: the linear model's own mean, or the network's image (as published).
         point: where tuning takes the evidence: at the "trained" weights, or at the linear model's own "mode", which is
             the exact evidence of that model. The mode needs far smaller weights to explain the data, and its error
@@ -120,7 +120,7 @@ def reconstruct(
 
     watch: Callable[[], float] | None = None
     if stopping == "evidence":
-        watch = lambda: float(posterior()[0].log_evidence())  # noqa: E731
+        watch = lambda: evidence_at(posterior()[0], point)  # noqa: E731
     trained = fit_image(network, task, watch=watch, checkpoint=checkpoint, progress=progress)
     found, tuned = posterior()
     made = Reconstruction(operator, network, trained, found, tuned, variation, start, centre, seed)

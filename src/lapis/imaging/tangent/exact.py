@@ -176,6 +176,10 @@ class ExactPosterior:
     def log_evidence(self) -> Tensor:
         return self.model.log_evidence(self.prior.coefficients(), self.noise_variance)[0]
 
+    def log_normaliser(self) -> Tensor:
+        """-1/2 log |2 pi K_yy|: the evidence without what depends on the data."""
+        return self.model.log_evidence(self.prior.coefficients(), self.noise_variance, at_mode=False)[0]
+
     def response(self, data: Tensor) -> Tensor:
         """K_fy K_yy^-1 y (k, pixels) for rows y of (k, measurements)."""
         basis = self.model._basis

@@ -181,8 +181,12 @@ class IterativePosterior:
     def log_evidence(self) -> Tensor:
         """log N(y; A (f - J t), K_yy), its determinant by Lanczos quadrature."""
         solved = self.solve(self.model.residual[None])[0]
-        quadratic = (self.model.residual.to(torch.float64) * solved).sum()
-        return -(quadratic + self._logdet.value + len(self.model.data) * math.log(2 * math.pi)) / 2
+        return self.log_normaliser() - (self.model.residual.to(torch.float64) * solved).sum() / 2
+
+    def log_normaliser(self) -> Tensor:
+        """-1/2 log |2 pi K_yy|: the evidence without what depends on the data."""
+        found: Tensor = -(self._logdet.value + len(self.model.data) * math.log(2 * math.pi)) / 2
+        return found
 
     def patch_covariance(self, pixels: Tensor) -> Tensor:
         """Covariance of these pixels: E K E^T - E K_fy K_yy^-1 K_yf E^T, a solve for each pixel."""

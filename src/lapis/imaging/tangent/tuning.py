@@ -90,6 +90,14 @@ def _beside(
     return total if complexity is None else total + complexity.log_prob(prior)
 
 
+def evidence_at(posterior: ExactPosterior | IterativePosterior, point: Point) -> float:
+    """Log evidence at the linear model's mode, or Laplace's at the trained weights, as `objective` has it."""
+    if point == "mode":
+        return float(posterior.log_evidence())
+    noise = torch.tensor(posterior.noise_variance, dtype=torch.float64)
+    return float(posterior.log_normaliser() + _beside(posterior.model, posterior.prior, noise, point, None))
+
+
 def tune(
     model: ExactModel,
     prior: FilterPrior,
