@@ -142,11 +142,13 @@ def test_labels_known_in_part_match_a_naive_reference() -> None:
         densities = np.stack(columns, 1)
         r = factors * weights * densities
         r /= r.sum(1, keepdims=True)
+        bound = np.log((factors / factors.max(1, keepdims=True) * weights * densities).sum(1)).sum()
         weights = r.mean(0)
         means = (r.T @ x) / r.sum(0)[:, None]
         covariances = np.stack([((x - m).T * r[:, k]) @ (x - m) / r[:, k].sum() for k, m in enumerate(means)])
     np.testing.assert_allclose(given.means_, means, atol=1e-9)
     np.testing.assert_allclose(given.covariances_, covariances, atol=1e-9)
+    assert given.bounds_[1] == pytest.approx(bound, abs=1e-9)
     assert (hard.predict(x)[labels >= 0] == labels[labels >= 0]).mean() > 0.8
 
 

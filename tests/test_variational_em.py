@@ -69,7 +69,9 @@ def test_divergence_and_elbo_add_up_to_the_log_likelihood(rounds: int) -> None:
     means, covariance, log_p = closed_form(LOADINGS, LOG_NOISE, Y)
     kl = divergence(fit.q.means, fit.q.covariances, means, covariance)
     elbo, error = fit.elbo(2000)
-    assert kl > 0.1
+    precision = torch.linalg.inv(covariance)  # the best independent q has its diagonal
+    least = 0.5 * len(Y) * float(precision.diagonal().log().sum() - torch.logdet(precision))
+    assert least < kl < (math.inf if rounds == 3 else least + 0.05)
     assert abs(kl + elbo - log_p) < 4 * error
 
 
@@ -82,7 +84,7 @@ class _nothing:
 
 
 def test_the_m_step_comes_near_the_maximum_likelihood_of_factor_analysis() -> None:
-    y = normal(11, 60, 2) @ LOADINGS.mT + normal(12, 60, 4) * LOG_NOISE.exp()
+    y = normal(31, 60, 2) @ LOADINGS.mT + normal(32, 60, 4) * LOG_NOISE.exp()
     y = y - y.mean(0)
     start = {"W": LOADINGS + 0.5 * normal(5, 4, 2), "log_noise": torch.zeros(4, dtype=DOUBLE)}
     before = start["W"].clone()
@@ -94,7 +96,7 @@ def test_the_m_step_comes_near_the_maximum_likelihood_of_factor_analysis() -> No
     *_, best = closed_form(torch.as_tensor(peer.components_.T.copy()), noise.log() / 2, y)
     *_, at_start = closed_form(start["W"], start["log_noise"], y)
     *_, reached = closed_form(fit.parameters["W"], fit.parameters["log_noise"], y)
-    assert best - reached < 0.2 * (best - at_start)
+    assert best - reached < 0.05 * (best - at_start)  # 200 rounds: 0.001 (docs/results/variational_em.md)
     elbo, error = fit.elbo(200)
     assert elbo < reached + 4 * error
 

@@ -35,7 +35,7 @@ Self = TypeVar("Self", bound="LatentModel")
 Model = TypeVar("Model", bound="LatentModel")
 
 ROUNDING = 1e-9
-"""A bound that falls by less than this share of its size has only been rounded."""
+"""A bound in float64 that falls by less than this share of its size, or nats a datum, has only been rounded."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def ascend(
         bounds.append(_finite(model.bound(expected)))
         half_steps.append(bounds[-1])
         done, gain = done + 1, bounds[-1] - bounds[-2]
-        if gain < -ROUNDING * max(1.0, abs(bounds[-1])):
+        if gain < -_rounding(expected) * max(1.0, abs(bounds[-1]), expected.count):
             raise DataError(
                 "The bound fell, which EM never does",
                 expected=f"at least {bounds[-2]:.10g}",
@@ -320,6 +320,11 @@ def _stochastic(
     told = f"raised the bound by {gain:.3g} nats" if len(bounds) >= 6 else "are too few to judge"
     reason = f"the last 3 of {len(bounds)} epochs {told}"
     return Fit(model, tuple(bounds), tuple(bounds), converged, reason, len(bounds))
+
+
+def _rounding(expected: Expected) -> float:
+    """The share that rounding may take of a bound, in the precision of the statistics."""
+    return max(ROUNDING, 100 * torch.finfo(expected.entropy.dtype).eps)
 
 
 def _finite(bound: float) -> float:

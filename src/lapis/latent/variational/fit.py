@@ -29,6 +29,9 @@ LogJoint = Callable[..., Tensor]
 LAST_RATE = 0.01
 """What is left of the learning rate in the last round."""
 
+BETAS = (0.9, 0.99)
+"""Of Adam: squares of a hundred steps, so that the large gradients of a wide start are soon forgotten."""
+
 JUDGED = 64
 """Draws that decide whether a fit has converged."""
 
@@ -153,7 +156,7 @@ class _Ascent:
         self.steps, self.draws, self.count = steps, draws, _count(data)
         self.batch_size = min(batch_size or self.count, self.count)
         groups: list[list[Tensor]] = [[p for p in family.parameters() if p.requires_grad], list(theta.values())]
-        self.halves = [(half, group, torch.optim.Adam(group)) for half, group in enumerate(groups) if group]
+        self.halves = [(half, g, torch.optim.Adam(g, betas=BETAS)) for half, g in enumerate(groups) if g]
 
     def round(self, rate: float) -> None:
         """Some steps in q, then some in theta."""
