@@ -123,7 +123,7 @@ def test_a_report_of_classifiers_has_every_section_and_says_what_was_computed(wr
     pictures = [attributes for name, attributes in found.tags if name == "img"]
     assert len(pictures) == 12
     assert all((each["src"] or "").startswith("data:image/png;base64,") for each in pictures)
-    doubts = [float(value) for value in re.findall(r"doubt (\d\.\d+)", found.text)]
+    doubts = [float(value) for value in re.findall(r"uncertainty (\d\.\d+)", found.text)]
     entropy = posterior.predict(test[0]).entropy  # type: ignore[attr-defined]
     assert doubts == pytest.approx(entropy.sort(descending=True).values[:12].tolist(), abs=6e-4)
 

@@ -27,7 +27,7 @@ def least_sure(found: Judged, on: str, classes: Sequence[str] | None, image_shap
         for example in found.examples
     ]
     lead = (
-        f"The {len(pictures)} {on} examples that the posterior doubts most: worth a look, a new label, or more of "
+        f"The {len(pictures)} {on} examples that the posterior is least sure of: worth a look, a new label, or more of "
         "their kind."
     )
     return Section("unsure", "Least certain examples", lead, pictures=pictures)
@@ -47,7 +47,7 @@ def _lines(example: Example, classes: Sequence[str] | None) -> list[str]:
             lines.append(f"yes: {100 * float(example.answer):.0f} %")
         elif len(example.answer) == 2:
             lines.append(f"{float(example.answer[0]):.4g} ± {float(example.answer[1]):.2g}")
-    lines.append(f"doubt {example.doubt:.3g}")
+    lines.append(f"uncertainty {example.doubt:.3g}")
     if isinstance(example.inputs, Tensor) and example.inputs.numel() <= 6:
         lines.append("inputs " + ", ".join(f"{value:.3g}" for value in example.inputs.flatten().tolist()))
     return lines
@@ -104,8 +104,8 @@ def _band(posterior: Posterior, x: Tensor, y: Tensor, on: str) -> Chart:
     traces.append({"type": "scatter", "mode": "markers", "x": x.tolist(), "y": y.tolist(), "name": f"{on} targets",
                    "marker": {"color": GREY, "size": 5}})  # fmt: skip
     caption = (
-        "The dark band is doubt about the function, which more data would reduce; the light one adds the noise, which "
-        "they would not. Beyond the data the dark band should open."
+        "The dark band is uncertainty about the function, which more data would reduce; the light one adds the noise, "
+        "which they would not. Beyond the data the dark band should widen."
     )
     layout = {"xaxis": axis("input"), "yaxis": axis("target")}
     return Chart("band", "The function and its bands", caption, traces, layout, 440)

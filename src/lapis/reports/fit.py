@@ -22,7 +22,7 @@ MANY = 2**16
 
 BETTER = "in nats. Of two models of the same data the one with more is to be preferred."
 MEANINGS = {
-    "posterior": "How the doubt about the weights is described.",
+    "posterior": "How uncertainty about the weights is represented.",
     "uncertain weights": "Weights that have a distribution; all others are taken as known.",
     "examples": "Examples that the posterior was fitted to.",
     "likelihood": "What the network's outputs say about the targets.",

@@ -54,7 +54,7 @@ def scores(results: Mapping[str, Judged], evidences: Mapping[str, float], on: st
         for name in list(results)[:1]
         for column in columns
     ]
-    lead = f"How well {first.count:,} {on} examples are predicted, by the network alone and with its weights in doubt."
+    lead = f"How well {first.count:,} {on} examples are predicted, by the plain network and by its posterior."
     return Section("scores", "How good the predictions are", lead, facts, notes, Table(head, cells, frozenset(best)))
 
 
@@ -127,17 +127,17 @@ def outside(posterior: Posterior, inside: Judged, data: Any, on: str, progress: 
     area = float(metrics.ood_auroc(known, unknown))
     of_classes = isinstance(prediction, ClassificationPrediction)
     word = "predictive entropy (nats)" if of_classes else "standard deviation of the function"
-    charts = [_two_histograms("doubt", "Doubt in and out of distribution", word, known, unknown, on)]
-    often = "How often an unfamiliar example is doubted more than a familiar one: 1 always, 0.5 by chance."
+    charts = [_two_histograms("doubt", "Uncertainty in and out of distribution", word, known, unknown, on)]
+    often = "How often an unfamiliar example is less certain than a familiar one: 1 always, 0.5 by chance."
     means = f"{float(known.mean()):.3g} / {float(unknown.mean()):.3g}"
     facts = [
         Fact("AUROC", f"{area:.3f}", often),
-        Fact("mean doubt", means, f"On {on} examples, and on unfamiliar ones."),
+        Fact("mean uncertainty", means, f"On {on} examples, and on unfamiliar ones."),
     ]
     if isinstance(prediction, ClassificationPrediction):
         sure, title = (torch.cat(inside.confidences), confidence(prediction)), "Confidence in and out of distribution"
         charts.append(_two_histograms("sure", title, "confidence", *sure, on))
-    lead = f"{len(unknown):,} examples unlike the training data should be doubted more than {on} ones."
+    lead = f"{len(unknown):,} examples unlike the training data should be less certain than {on} examples."
     return Section("outside", "Does it know what it does not know?", lead, facts, charts=charts)
 
 
@@ -153,4 +153,4 @@ def _two_histograms(name: str, title: str, word: str, known: Tensor, unknown: Te
              "marker": {"color": colour}}
         )  # fmt: skip
     layout = {"xaxis": axis(word), "yaxis": axis("share of examples"), "barmode": "overlay", "bargap": 0}
-    return Chart(name, title, "The less the two overlap, the better doubt separates them.", traces, layout, 320)
+    return Chart(name, title, "The less the two overlap, the better.", traces, layout, 320)
