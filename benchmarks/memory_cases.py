@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lapis
+from lapis.network import Network
 
 MEGABYTE = 2**20
 SMALL = 64 * MEGABYTE
@@ -121,7 +122,15 @@ def _use(
         )
         posterior = prepare(posterior)
         posterior = replace(posterior, facts=replace(posterior.facts, memory_budget=budget))
-        return Task(lambda: use(posterior, x[:count].clone()), _tensors)
+        inputs, before = x[:count].clone(), _reachable(posterior)
+        known = {tensor.untyped_storage().data_ptr() for tensor in before}
+
+        def kept(found: Any) -> list[Tensor]:
+            """The result, and what the posterior keeps from now on: eigenvectors, casts."""
+            held = [t for t in _reachable(posterior) if t.untyped_storage().data_ptr() not in known]
+            return _tensors(found) + held
+
+        return Task(lambda: use(posterior, inputs), kept)
 
     return task
 
@@ -142,6 +151,26 @@ def _held(posterior: Any) -> list[Tensor]:
     if hasattr(curvature, "jacobian"):
         return [*curvature.jacobian.outputs, *curvature.targets]
     return [tensor for batch in curvature.sample.batches() for tensor in (batch.inputs, batch.targets)]
+
+
+def _reachable(thing: Any) -> list[Tensor]:
+    """Every dense tensor that an object of Lapis holds, its network excepted."""
+    seen: dict[int, Any] = {}
+    queue, tensors = [thing], []
+    while queue:
+        each = queue.pop()
+        if id(each) in seen or isinstance(each, (Network, torch.nn.Module)):
+            continue
+        seen[id(each)] = each
+        if isinstance(each, Tensor):
+            tensors.append(each)
+        elif isinstance(each, dict):
+            queue += each.values()
+        elif isinstance(each, (list, tuple, set)):
+            queue += each
+        elif type(each).__module__.startswith("lapis."):
+            queue += vars(each).values() if hasattr(each, "__dict__") else []
+    return tensors
 
 
 def _tensors(found: Any) -> list[Tensor]:

@@ -67,6 +67,10 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     ),
     "a sparse matrix of dynamics": (lambda: dynamics(C=torch.eye(2).to_sparse()), lapis.DataError),
     "symbols without values": (lambda: hidden().posterior(META), lapis.DataError),
+    "a vector of weights that is none": (
+        lambda: lapis.network.Network(nn.Linear(3, 2)).unflatten(None),
+        lapis.DataError,
+    ),  # type: ignore[arg-type]
     "complex weights": (lambda: mixed(COMPLEX), lapis.OptionError),
     "weights of 10^400": (lambda: mixed([HUGE, 1]), lapis.OptionError),
 }

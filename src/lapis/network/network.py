@@ -31,6 +31,7 @@ from lapis.network.untouched import (
     without_gradient_hooks,
 )
 from lapis.network.wrappers import unwrapped
+from lapis.options import check_arguments
 from lapis.proofs import Proofs
 
 CALL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
@@ -158,6 +159,7 @@ class Network:
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """A vector (P,) as a dictionary of whole parameters; entries that are not chosen are the module's own."""
+        check_arguments(Network.unflatten, locals())
         if not self.indices:
             return split_vector(vector, self.shapes)
         return {
