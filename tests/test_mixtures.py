@@ -253,6 +253,8 @@ def test_bad_input_is_said_and_degenerate_components_too() -> None:
         GaussianMixture(2, start=(np.ones(3), x[:3], np.ones(3))).fit(x)
     with pytest.warns(lapis.LapisWarning, match="constant"):
         GaussianMixture(2, "diagonal").fit(np.column_stack([x, np.ones(len(x))]))
+    with pytest.warns(lapis.LapisWarning, match=r"Components \[3\] have no rows"):
+        assert GaussianMixture(4).fit(x, labels=y).weights_[3] == 0
     copies = np.concatenate([x, np.repeat([[30.0, 30.0, 30.0]], 5, 0)])
     with pytest.warns(lapis.LapisWarning, match="floor"):
         mixture = GaussianMixture(4, restarts=3).fit(copies)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lapis.errors import DataError, LapisWarning
 from lapis.latent.driver import Fit
 from lapis.latent.estimator import FLOOR, Array, MixtureEstimator, first_mixture, shape_of
+from lapis.latent.floor import NOBODY
 from lapis.latent.mixture_model import Covariance, MixtureModel, Rows, floored
 from lapis.options import UNREADABLE, check_count, shown
 
@@ -108,6 +109,13 @@ class GaussianMixture(MixtureEstimator):
         self.model_ = MixtureModel(model.weights, model.means + centre, model.covariances, model.kind, model.floor)
         self.weights_, self.means_ = self.model_.weights.numpy(), self.model_.means.numpy()
         self.covariances_ = self.model_.covariances.numpy()
+        empty = (model.weights < NOBODY).nonzero()[:, 0].tolist()
+        if empty:
+            warnings.warn(
+                f"Components {empty} have no rows: nothing is known about them. Use fewer components, or other starts.",
+                LapisWarning,
+                stacklevel=3,
+            )
 
     def _warn_of_collapse(self, model: MixtureModel) -> None:
         collapsed = _at_floor(model)
