@@ -29,10 +29,11 @@ from lapis.posteriors.laplace.matrix_free.noise import noise
 from lapis.solvers import BlockState, CGProgress, Diagonal, block_conjugate_gradients
 
 PRECISION, ENOUGH, DRAWS = 34.0, 0.05, 4
-METHODS = ("reference", "eight", "cg", "kronecker", "sgd", "auto")
+METHODS = ("reference", "eight", "cg", "kronecker", "sgd", "low_noise", "auto")
 NAMES = {
     "reference": "block CG, 4 draws", "eight": "block CG, 8 draws", "cg": "CG, prior (as before)",
-    "kronecker": "CG, Kronecker (as before)", "sgd": "SGD, 20 epochs", "auto": "draw(4) by itself",
+    "kronecker": "CG, Kronecker (as before)", "sgd": "SGD, dual, 20 epochs",
+    "low_noise": "SGD, low noise, 20 epochs (as before)", "auto": "draw(4) by itself",
 }  # fmt: skip
 ITERATIONS = {"lenet": (45, 60), "resnet": (36, 40)}
 """Of block CG, and of CG."""
@@ -90,8 +91,10 @@ def run(network: str, method: str, quick: bool) -> dict[str, Any]:
     longest = (6, 6) if quick else ITERATIONS[network]
     curve = Curve(rows)
     warnings.simplefilter("ignore")
-    if method in ("sgd", "auto"):
-        how: Any = {"solver": "sgd"} if method == "sgd" else {}
+    if method in ("sgd", "low_noise", "auto"):
+        how: Any = {} if method == "auto" else {"solver": "sgd"}
+        if method == "low_noise":
+            how["objective"] = "low_noise"
         curve.note(made.draw(DRAWS, **how).deviations)
     else:
         e, u = noise(made, seed, 0, draws)
@@ -152,7 +155,14 @@ def written(chosen: argparse.Namespace) -> None:
         last = -1 if method not in ("reference", "eight") else len(errors) // 2
         lines.append([NAMES[method], iterations, reached, f"{errors[last]:.3f} after {costs[last]:.1f}"])
         style = "o" if len(errors) == 1 else "-"
-        axes.semilogy(costs, errors, style, color=COLOURS[number % 4], linewidth=1, label=NAMES[method])
+        axes.semilogy(
+            costs,
+            errors,
+            style,
+            color=(*COLOURS, "black", "tab:orange", "tab:purple")[number],
+            linewidth=1,
+            label=NAMES[method],
+        )
     axes.axhline(ENOUGH, color="grey", linewidth=0.8, linestyle=":")
     axes.set_xlabel("training epochs a draw")
     axes.set_ylabel("relative error of variances")
