@@ -29,7 +29,7 @@ from benchmarks.turns import Step, measure
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "methods_speed.md"
 TURNS = 7
-SNAPSHOTS, NETWORKS, POINTS, STEPS = 20, 20, 256, 150
+SNAPSHOTS, NETWORKS, POINTS, STEPS = 20, 20, 256, 100
 COUNT = 1000
 """Weights of a subnetwork."""
 
@@ -198,19 +198,19 @@ def _warm(step: Step) -> Step:
 # -- the table ----------------------------------------------------------------------------------------------
 
 JOBS: dict[str, tuple[str, str, dict[str, Callable[[str], Step]]]] = {
-    f"subnetwork of {COUNT:,}, fit and log evidence": ("bh", "laplace", {
+    f"subnetwork of {COUNT:,}, fit and log evidence": ("b", "laplace", {
         "Lapis": our_fit,
         "laplace-torch": their_fit,
     }),
-    f"subnetwork of {COUNT:,}, prediction of {POINTS} points": ("bh", "laplace", {
+    f"subnetwork of {COUNT:,}, prediction of {POINTS} points": ("b", "laplace", {
         "Lapis": our_prediction,
         "laplace-torch": their_prediction,
     }),
-    "SWAG, one snapshot": ("bc", "torch_uncertainty", {"Lapis": our_snapshot, "torch-uncertainty": their_snapshot}),
-    f"SWAG, {NETWORKS} networks predict {POINTS} points": ("ab", "torch_uncertainty", {
+    "SWAG, one snapshot": ("b", "torch_uncertainty", {"Lapis": our_snapshot, "torch-uncertainty": their_snapshot}),
+    f"SWAG, {NETWORKS} networks predict {POINTS} points": ("b", "torch_uncertainty", {
         "Lapis": our_networks, "torch-uncertainty": their_networks,
     }),
-    f"variational inference, {STEPS} steps": ("ab", "posteriors", {
+    f"variational inference, {STEPS} steps": ("a", "posteriors", {
         "Lapis": our_steps,
         "Lapis, weights drawn for a batch": partial(our_steps, reparameterisation="weights"),
         "posteriors": their_steps,

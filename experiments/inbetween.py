@@ -4,21 +4,23 @@ A network with two hidden layers of 50 tanh units (2,600 weights and 101 biases)
 the data say nothing: the doubt should grow there, as that of the posterior does. All methods that have a prior share
 it, with the noise that made the data; the chain (Hamiltonian Monte Carlo on all 2,701 weights) is the truth for them.
 The distance is that of Wasserstein between the two Gaussians of a function value, sqrt((m - m')^2 + (s - s')^2),
-averaged over a region of inputs.
+averaged over a region of inputs. Moments are kept in docs/results/: a run that was killed goes on from there.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from common import COLOURS, arguments, report, save, table
+from common import COLOURS, RESULTS, arguments, report, save, table
 from torch import Tensor, nn
 from truth import hamiltonian, split_r_hat
 
@@ -152,7 +154,10 @@ def methods(
 ) -> dict[str, Callable[[], lapis.Posterior]]:
     """How to make each posterior; all begin from the mode `model`, or train networks of their own."""
     likelihood, prior = lapis.Gaussian(NOISE), lapis.Prior(PRECISION, groups="parameter")
-    generator = torch.Generator().manual_seed(seed)
+
+    def generator() -> torch.Generator:  # each method its own, so that a run that goes on ends as a whole one
+        return torch.Generator().manual_seed(seed)
+
     iterations, members, steps = (100, 3, 300) if quick else (600, 5, 3000)
     decay = 1.0 / len(data[0])  # of the networks that have no prior of this form: that of the biases
 
@@ -175,13 +180,13 @@ def methods(
 
     def variational(rank: int) -> Callable[[], lapis.Posterior]:
         return lambda: lapis.variational(
-            model, data, likelihood, prior=prior, rank=rank, steps=steps, learning_rate=3e-3, generator=generator
+            model, data, likelihood, prior=prior, rank=rank, steps=steps, learning_rate=3e-3, generator=generator()
         )
 
     def swag() -> lapis.Posterior:
         return lapis.swag(
             copy.deepcopy(model), data, likelihood, epochs=0, snapshots=40 if quick else 200, rank=20, batch_size=10,
-            weight_decay=decay, generator=generator,
+            weight_decay=decay, generator=generator(),
         )  # fmt: skip
 
     def ensemble() -> lapis.Posterior:
@@ -190,7 +195,7 @@ def methods(
     def dropout() -> lapis.Posterior:
         own = network(seed, dropout=0.05)
         epochs = 200 if quick else 2500
-        fit_network(own, data, likelihood, epochs=epochs, learning_rate=3e-3, weight_decay=decay, generator=generator)
+        fit_network(own, data, likelihood, epochs=epochs, learning_rate=3e-3, weight_decay=decay, generator=generator())
         return lapis.dropout(own.eval(), likelihood, data)
 
     return {
@@ -208,8 +213,32 @@ def methods(
     }
 
 
-def doubt(posterior: lapis.Posterior, grid: Tensor, began: float) -> Doubt:
+def kept(
+    path: Path | None, name: str, work: Callable[[], tuple[Doubt, dict[str, float]]]
+) -> tuple[Doubt, dict[str, float]]:
+    """What an earlier run has left in the file under this name, else what `work` returns, which then stays there."""
+    held = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+    if name not in held:
+        own, facts = work()
+        moments = {"mean": own.mean.tolist(), "std": own.std.tolist(), "seconds": own.seconds}
+        held[name] = {key: _short(value) for key, value in {**moments, **facts}.items()}
+        print(name, f"{own.seconds:.1f} s", flush=True)  # noqa: T201
+        if path is not None:
+            lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(row)}" for key, row in held.items())
+            path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    row = dict(held[name])
+    mean, std = (torch.tensor(row.pop(key), dtype=F64) for key in ("mean", "std"))
+    return Doubt(mean, std, row.pop("seconds")), row
+
+
+def _short(value: object) -> object:
+    return [round(each, 5) for each in value] if isinstance(value, list) else value
+
+
+def doubt(make: Callable[[], lapis.Posterior], grid: Tensor) -> Doubt:
     """The function's moments; drawn networks where that is the posterior's own way."""
+    began = time.perf_counter()
+    posterior = make()
     options = {} if posterior.methods[0] == "linearised" or "Ensemble" in type(posterior).__name__ else {"samples": 200}
     prediction = posterior.predict(grid, **options)
     return Doubt(prediction.f_mean[:, 0], prediction.f_variance[:, 0].sqrt(), time.perf_counter() - began)
@@ -264,15 +293,20 @@ def main() -> None:
         "beyond": x.abs() > 2.2,
     }
     model = at_mode(network(chosen.seed), data, 200 if chosen.quick else 1000)
-    exact, r_hat, acceptance = chain(model, data, grid, *((30, 2) if chosen.quick else (80, 8)), chosen.seed)
-    print(f"chain {exact.seconds:.1f} s", flush=True)  # noqa: T201
-    found = {}
-    for name, make in methods(model, data, chosen.quick, chosen.seed).items():
-        began = time.perf_counter()
-        found[name] = doubt(make(), grid, began)
-        print(name, f"{found[name].seconds:.1f} s", flush=True)  # noqa: T201
+    rows = None if chosen.quick else RESULTS / f"inbetween_{chosen.seed}.json"
+
+    def long_chain() -> tuple[Doubt, dict[str, float]]:
+        run, r_hat, acceptance = chain(model, data, grid, *((30, 2) if chosen.quick else (80, 8)), chosen.seed)
+        return run, {"r_hat": r_hat, "acceptance": acceptance}
+
+    exact, facts = kept(rows, "the chain", long_chain)
+    r_hat, acceptance = facts["r_hat"], facts["acceptance"]
+    found = {
+        name: kept(rows, name, lambda make=make: (doubt(make, grid), {}))[0]
+        for name, make in methods(model, data, chosen.quick, chosen.seed).items()
+    }
     save(draw(found, exact, grid, data, regions["in between"]), "inbetween", chosen)
-    rows = [
+    lines = [
         (
             name,
             *(f"{float(own.std[where].mean()):.3f}" for where in regions.values()),
@@ -289,7 +323,7 @@ def main() -> None:
         "# In-between uncertainty\n\n" + " ".join((__doc__ or "").split()) + "\n\n"
         f"Regions: in between is {GAP[0]} to {GAP[1]}, beyond is |x| > 2.2. The chain: largest R-hat of a function "
         f"value {r_hat:.3f}, acceptance {acceptance:.2f}. Seconds: making the posterior and predicting, on a shared "
-        f"machine.\n\n{table(head, rows)}\n\n![In-between uncertainty](../figures/{picture})\n\n"
+        f"machine.\n\n{table(head, lines)}\n\n![In-between uncertainty](../figures/{picture})\n\n"
         "The figure: mean and two standard deviations of the function; broken lines: those of the chain, from which "
         "the distance in between (shaded) is given in every panel."
     )

@@ -180,7 +180,7 @@ def figure(rows: list[Row], settings: tuple[str, ...]) -> plt.Figure:
                     axis.errorbar(x, mean(gains), error, fmt="o", ms=4, color=colours[number], label=label)
         axis.axhline(0, color="black", lw=0.8)
         axis.set_yscale("symlog", linthresh=0.3)
-        axis.set_xticks(range(len(names)), [each.split("/")[0] for each in names])
+        axis.set_xticks(range(len(names)), [each.split("-")[0].split("/")[0] for each in names])
         axis.set(title=f"{kind} splits", ylabel="log likelihood less plain's" if kind == kinds[0] else "")
         axis.grid(axis="y", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
