@@ -22,7 +22,7 @@ class LaplaceRegressor(RegressorMixin, LaplaceEstimator):  # type: ignore[misc]
 
     Args:
         hidden: sizes of the perceptron's hidden layers.
-        activation: "tanh", "relu", "gelu" or "silu"; "auto" is tanh for regression and relu for classification.
+        activation: "tanh", "relu", "gelu" or "silu"; "auto" is gelu for regression and relu for classification.
         module: a function of (inputs, outputs) that makes a network, in place of the perceptron.
         structure: of the posterior, see `lapis.laplace`; "auto" is dense up to 500 weights, else kronecker.
         epochs: of training; by default as many as make 1000 steps.
