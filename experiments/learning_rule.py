@@ -7,7 +7,7 @@ Adam predict by the trained network, VOGN and IVON by the average of 30 drawn on
 2,000 test images; out of distribution: Fashion-MNIST, MNIST, CIFAR-100. Rows are kept in
 docs/results/learning_rule.json: a run that was killed goes on.
 
-Binary networks have two hidden layers of 256 units, 10,000 training and 10,000 test images of MNIST, and 30 epochs;
+Binary networks have two hidden layers of 256 units, 4,000 training and 5,000 test images of MNIST, and 20 epochs;
 three learning rates each. BayesBiNN predicts by the average of 30 drawn networks, and by the most probable one.
 """
 
@@ -98,7 +98,7 @@ SETTINGS = {
     "CIFAR-10 LeNet": Setting(images("cifar10_small", "cifar100_ood"), lenet_in_colour, 20),
     "CIFAR-10 ResNet-20": Setting(images("cifar10_small", "cifar100_ood"), partial(resnet, 3, (16, 32, 64), 3, 1), 10),
     "MNIST binary MLP": Setting(
-        images("mnist", "fashion_mnist", 10000, 10000), lambda: binary_network(784, 256, 10), 30, BINARY
+        images("mnist", "fashion_mnist", test=5000), lambda: binary_network(784, 256, 10), 20, BINARY
     ),
 }
 QUICK = {
