@@ -67,6 +67,11 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     ),
     "a sparse matrix of dynamics": (lambda: dynamics(C=torch.eye(2).to_sparse()), lapis.DataError),
     "symbols without values": (lambda: hidden().posterior(META), lapis.DataError),
+    "a sequence of ragged rows": (lambda: hidden().viterbi(([[0, 1], [0]], [0, 1])), lapis.DataError),
+    "epochs that are no number": (
+        lambda: lapis.LaplaceClassifier(epochs=X).fit(X, (X[:, 0] > 0).long()),
+        lapis.OptionError,
+    ),
     "a vector of weights that is none": (
         lambda: lapis.network.Network(nn.Linear(3, 2)).unflatten(None),
         lapis.DataError,

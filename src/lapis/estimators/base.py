@@ -20,7 +20,7 @@ from lapis.estimators.perceptron import Perceptron, checked_hidden
 from lapis.estimators.predictor import Predictor, unpacked
 from lapis.estimators.scaling import Scaling
 from lapis.estimators.sharpness import chosen_sharpness
-from lapis.options import LARGEST, check_choice
+from lapis.options import LARGEST, check_choice, check_count
 from lapis.posteriors import LaplacePosterior
 from lapis.training import train
 from lapis.training.budget import default_batch_size
@@ -101,6 +101,8 @@ class LaplaceEstimator(BaseEstimator):  # type: ignore[misc]
         if self.module is not None and (isinstance(self.module, nn.Module) or not callable(self.module)):
             raise _bad_module(f"a {type(self.module).__name__}")
         check_choice("structure", self.structure, ("auto", *NAMES))
+        if self.epochs is not None:
+            check_count("epochs", self.epochs)
         activation = ACTIVATION[self.task] if self.activation == "auto" else self.activation
         hidden, inputs = checked_hidden(self.hidden, activation), Scaling.of(x)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
@@ -110,7 +112,8 @@ class LaplaceEstimator(BaseEstimator):  # type: ignore[misc]
         scaled = inputs.apply(x).to(dtype)
         weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
         structure = self.structure if self.structure != "auto" else "dense" if weights <= DENSE else "kronecker"
-        epochs = self.epochs or math.ceil(STEPS / math.ceil(len(x) / default_batch_size(weights)))
+        by_steps = math.ceil(STEPS / math.ceil(len(x) / default_batch_size(weights)))
+        epochs = by_steps if self.epochs is None else self.epochs
         posterior = train(
             model, (scaled, y.to(dtype) if y.is_floating_point() else y), self.task, epochs=epochs,
             structure=structure, learning_rate=self.learning_rate, every=self.every,

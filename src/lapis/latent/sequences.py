@@ -27,7 +27,11 @@ def as_sequences(value: Any, width: int = 1) -> tuple[list[Tensor], bool]:
             return [_one(each) for each in array], False
         return [_one(array)], True
     if isinstance(value, (list, tuple)) and value:
-        if np.ndim(value[0]) == 0 and not isinstance(value[0], str):
+        try:
+            alone = np.ndim(value[0]) == 0 and not isinstance(value[0], str)
+        except UNREADABLE as error:  # rows of different lengths
+            raise _refusal(value) from error
+        if alone:
             return [_one(as_real(value))], True
         parts = [_one(as_real(each)) for each in value]
         if width > 1 and all(part.shape == (width,) for part in parts):
