@@ -53,7 +53,7 @@ class DrawnPosterior(LinearisedPosterior):
     The linearised network's outputs have mean f(x) and covariance mean_k (J z_k)(J z_k)^T, by K Jacobian-vector
     products. With K draws a variance has a relative error of sqrt(2 / K), and a covariance has rank K at most; so
     predictions hold variances only, unless covariance="full" is requested. Intervals of real targets account for K by
-    Student's t with K degrees of freedom (but for draws that were calibrated). Memory: (K, P) in the network's dtype.
+    Student's t with K degrees of freedom. Memory: (K, P) in the network's dtype.
     """
 
     kind: ClassVar[str] = "drawn"
@@ -131,8 +131,7 @@ class DrawnPosterior(LinearisedPosterior):
             kind,
             self.facts.memory_budget,
         )
-        # calibrated draws have the spread with which Gaussian predictions foretold held-out data best
-        return found if self.calibration else replace(found, degrees=len(self))
+        return replace(found, degrees=len(self))
 
     def _weight_kernel(self, tangent: Tangent) -> DrawnKernel:
         return DrawnKernel(tangent, self.deviations)
