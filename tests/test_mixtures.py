@@ -148,7 +148,7 @@ def test_labels_known_in_part_match_a_naive_reference() -> None:
         covariances = np.stack([((x - m).T * r[:, k]) @ (x - m) / r[:, k].sum() for k, m in enumerate(means)])
     np.testing.assert_allclose(given.means_, means, atol=1e-9)
     np.testing.assert_allclose(given.covariances_, covariances, atol=1e-9)
-    assert given.bounds_[1] == pytest.approx(bound, abs=1e-9)
+    assert given.bounds_[0] == pytest.approx(bound, abs=1e-9)
     assert (hard.predict(x)[labels >= 0] == labels[labels >= 0]).mean() > 0.8
 
 
@@ -177,6 +177,7 @@ def test_the_bayesian_mixture_takes_singular_data(kind: Any) -> None:
     for data in (x[:10], repeated):
         mixture = quietly(BayesianGaussianMixture(2, kind), data)
         assert (np.diff(mixture.bounds_) > -1e-8 * abs(mixture.bounds_[-1])).all()
+        assert len(mixture.bounds_) == mixture.n_iter_
         assert np.isfinite(mixture.score_samples(data)).all()
 
 

@@ -211,7 +211,7 @@ class BayesianGaussianMixture(MixtureEstimator):
 
     Attributes:
         weights_, means_, covariances_: expected weights and means, and inverses of the expected precisions.
-        bounds_: the ELBO in nats, with all constants: a lower bound of the log evidence. It never falls.
+        bounds_: the ELBO after each round, with all constants: a lower bound of the log evidence. It never falls.
         evidence_: the last bound plus log K!, for the K! orders of the components: to compare numbers of them.
         effective_components_: those with more than half a row.
     """

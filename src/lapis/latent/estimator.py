@@ -104,7 +104,7 @@ class MixtureEstimator(DensityMixin, BaseEstimator, ABC):  # type: ignore[misc]
             )
         for each in caught:
             warnings.warn(each.message, each.category, stacklevel=2)
-        self.bounds_ = np.asarray(fit.bounds)
+        self.bounds_ = np.asarray(fit.bounds[1:])
         self.half_steps_ = np.asarray(fit.half_steps)
         self.converged_, self.n_iter_ = fit.converged, fit.rounds
         self.lower_bound_ = fit.bounds[-1]

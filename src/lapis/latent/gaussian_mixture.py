@@ -36,7 +36,7 @@ class GaussianMixture(MixtureEstimator):
 
     Attributes:
         weights_, means_, covariances_: (K,), (K, D), and (K, D, D), (D, D), (K, D) or (K,).
-        bounds_: the log likelihood at the start and after every round, in nats; it never falls.
+        bounds_: the log likelihood after each round, in nats; it never falls.
         half_steps_: the bound after every E- and M-step. lower_bound_ is the last.
         converged_, n_iter_.
 
