@@ -139,13 +139,15 @@ def draw(chosen, years, co2, begin, far, nearer) -> None:  # type: ignore[no-unt
     left.set(
         xlabel="year", ylabel="CO2 (ppm)", title="Ten years ahead at once" if not chosen.quick else "Ahead at once"
     )
-    left.legend(loc="upper left", frameon=False)
+    left.legend(loc="upper left", frameon=False, markerscale=3)
     half = 1.96 * nearer[1][:, 0, 0].sqrt()
     right.plot(ahead, co2[begin:] - nearer[0][:, 0], ".", ms=4, color="0.3", label="observed less forecast")
     right.fill_between(ahead, -half, half, color=COLOURS[0], alpha=0.25, lw=0, label="95 % interval")
     right.axhline(0, color=COLOURS[0], lw=1)
     right.set(xlabel="year", ylabel="ppm", title="One year at a time, all before known")
-    right.legend(loc="upper left", frameon=False)
+    reach = max(float(half.max()), float((co2[begin:] - nearer[0][:, 0]).nan_to_num(0.0).abs().max()))
+    right.set(ylim=(-1.15 * reach, 1.6 * reach))  # room for the legend above the intervals
+    right.legend(loc="upper center", ncols=2, frameon=False)
     save(figure, "mauna_loa", chosen)
 
 

@@ -216,3 +216,41 @@ def test_em_over_weights_climbs_the_evidence_to_mackays_fixed_point() -> None:
     rounds = drawn.tune(method="draws", noise=False, samples=4000, solver="cg")
     # gamma from 4,000 draws has a relative error of about sqrt(2 / (4,000 x 12)) = 1 %
     torch.testing.assert_close(rounds.prior.precision.squeeze(), fit.model.precision, rtol=0.06, atol=0)
+
+
+def test_tuning_from_draws_is_a_model_on_em_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks and linear models: `tune` hands a model of two functions to `em`, and keeps what `em` found."""
+    runs: list[tuple[LatentModel, Any]] = []
+
+    def seen(model: Any, data: Any, **options: Any) -> Any:
+        runs.append((model, em(model, data, **options)))
+        return runs[-1][1]
+
+    monkeypatch.setattr("lapis.posteriors.laplace.tuning.by_draws.em", seen)
+    monkeypatch.setattr("lapis.linear_models.tuning.em", seen)
+    generator = torch.Generator().manual_seed(3)
+    x, errors = (torch.randn(30, n, generator=generator, dtype=DOUBLE) for n in (5, 1))
+    y = x.sum(1, keepdim=True) + errors
+    implicit = lapis.laplace(
+        torch.nn.Linear(5, 1).double(), (x, y), lapis.Gaussian(1.0), structure="implicit"
+    ).at_tangent_mode((x, y))
+    linear = lapis.linear(x, y, lapis.Gaussian(1.0), samples=50)
+    results = implicit.tune(samples=50, max_iterations=30), linear.tune(max_iterations=30)
+    for (model, fit), tuned in zip(runs, results, strict=True):
+        assert isinstance(model, LatentModel)
+        assert fit.converged
+        assert fit.rounds == tuned.tuning.iterations > 1
+        assert torch.equal(fit.model.posterior.prior.precision, tuned.prior.precision)
+        again = model
+        for _ in range(fit.rounds):  # the two functions, by hand
+            again = again.maximisation(again.expectation(_data_of(again, y)))
+        torch.testing.assert_close(again.posterior.prior.precision, tuned.prior.precision, rtol=1e-2, atol=0)  # type: ignore[attr-defined]
+    with pytest.warns(lapis.LapisWarning, match="max_iterations") as caught:
+        implicit.tune(samples=50, max_iterations=1, tolerance=1e-9)
+        linear.tune(max_iterations=1, tolerance=1e-9)
+    assert {each.filename for each in caught} == {__file__}
+
+
+def _data_of(model: Any, y: Tensor) -> Tensor:
+    """What each kind of model takes: the groups of weights, or the targets."""
+    return model.posterior.weight_prior.group_index() if hasattr(model, "sampler") else y.reshape(-1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 class LapisError(Exception):
     """Base of every error that Lapis raises on purpose.
@@ -61,3 +63,11 @@ class RankError(LapisError):
 
 class LapisWarning(UserWarning):
     """A choice made on the user's behalf that changes the answer."""
+
+
+def users_level() -> int:
+    """The `stacklevel` with which a warning of the calling function points at the user's line: outside Lapis."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "lapis":
+        level, frame = level + 1, frame.f_back
+    return level

@@ -22,12 +22,12 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from lapis.errors import DataError, LapisWarning, OptionError
+from lapis.errors import DataError, LapisWarning, OptionError, users_level
 from lapis.options import check_arguments, shown
 from lapis.progress import track
 
@@ -61,6 +61,9 @@ class Expected:
 class LatentModel(ABC):
     """A model with latent variables, as a value: `maximisation` returns a new one."""
 
+    title: ClassVar[str] = "EM"
+    """Of the progress bar."""
+
     @abstractmethod
     def expectation(self, data: Any) -> Expected:
         """E-step: the statistics under q = p(z | y, theta)."""
@@ -80,6 +83,10 @@ class LatentModel(ABC):
     def moved(self) -> float | None:
         """How far the last M-step moved the parameters, of a model without a bound; None of all others."""
         return None
+
+    def unfinished(self, reason: str, rounds: int, tolerance: float) -> str:
+        """What to tell the user where the rounds ended before they converged."""
+        return f"EM was still climbing: {reason}. Raise rounds ({rounds}), or tolerance ({tolerance:g})."
 
     def vector(self) -> Tensor | None:
         """Parameters as an unconstrained vector, for acceleration; None for models that offer none."""
@@ -153,7 +160,7 @@ def em(
         start = model if isinstance(model, LatentModel) else model(source)
         _startable(start, accelerate, batch_size)
         if batch_size is None:
-            found = ascend(start, data, rounds=rounds, tolerance=tolerance, accelerate=accelerate, progress=progress)
+            found = _ascend(start, data, rounds, tolerance, accelerate, progress)
         else:
             found = _stochastic(start, data, rounds, tolerance, batch_size, source, progress)
         if not found.bounds and restarts > 1:
@@ -168,11 +175,8 @@ def em(
             best = found
     assert best is not None
     if not best.converged:
-        warnings.warn(
-            f"EM was still climbing: {best.reason}. Raise rounds ({rounds}), or tolerance ({tolerance:g}).",
-            LapisWarning,
-            stacklevel=2,
-        )
+        told = best.model.unfinished(best.reason, rounds, tolerance)
+        warnings.warn(told, LapisWarning, stacklevel=users_level())
     return Fit(best.model, best.bounds, best.half_steps, best.converged, best.reason, best.rounds, tuple(ends))
 
 
@@ -198,24 +202,17 @@ def _startable(start: object, accelerate: bool, batch_size: int | None) -> None:
         )  # fmt: skip
 
 
-def ascend(
-    model: Model,
-    data: Any,
-    *,
-    rounds: int,
-    tolerance: float,
-    accelerate: bool = False,
-    progress: bool | None = None,
-    title: str = "EM",
+def _ascend(
+    model: Model, data: Any, rounds: int, tolerance: float, accelerate: bool, progress: bool | None
 ) -> Fit[Model]:
     """E- and M-steps from one start until the bound hardly rises, or without one the parameters hardly move."""
     if model.moved() is not None:
-        return _settle(model, data, rounds, tolerance, progress, title)
+        return _settle(model, data, rounds, tolerance, progress)
     expected = model.expectation(data)
     bounds = [_finite(model.bound(expected))]
     half_steps = [bounds[0]]
     done, gain = 0, math.inf
-    for _ in track(range(rounds), title, rounds, progress):
+    for _ in track(range(rounds), model.title, rounds, progress):
         before = model
         model = model.maximisation(expected)
         half_steps.append(model.bound(expected))
@@ -238,10 +235,10 @@ def ascend(
     return Fit(model, tuple(bounds), tuple(half_steps), gain <= tolerance * expected.count, reason, done)
 
 
-def _settle(model: Model, data: Any, rounds: int, tolerance: float, progress: bool | None, title: str) -> Fit[Model]:
+def _settle(model: Model, data: Any, rounds: int, tolerance: float, progress: bool | None) -> Fit[Model]:
     """E- and M-steps until the parameters hardly move."""
     moved, done = math.inf, 0
-    for _ in track(range(rounds), title, rounds, progress):
+    for _ in track(range(rounds), model.title, rounds, progress):
         model = model.maximisation(model.expectation(data))
         distance = model.moved()
         assert distance is not None

@@ -90,20 +90,16 @@ class MixtureEstimator(DensityMixin, BaseEstimator, ABC):  # type: ignore[misc]
             r = None if self.start is not None else _first_responsibilities(rows, self.n_components, generator)
             return self._begin(rows, r, floor, centre)
 
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", LapisWarning)
-            fit = em(
-                begin,
-                rows,
-                rounds=self.rounds,
-                tolerance=self.tolerance,
-                restarts=self.restarts if self.start is None else 1,
-                accelerate=self.accelerate,
-                generator=source,
-                progress=self.progress,
-            )
-        for each in caught:
-            warnings.warn(each.message, each.category, stacklevel=2)
+        fit = em(
+            begin,
+            rows,
+            rounds=self.rounds,
+            tolerance=self.tolerance,
+            restarts=self.restarts if self.start is None else 1,
+            accelerate=self.accelerate,
+            generator=source,
+            progress=self.progress,
+        )
         self.bounds_ = np.asarray(fit.bounds[1:])
         self.half_steps_ = np.asarray(fit.half_steps)
         self.converged_, self.n_iter_ = fit.converged, fit.rounds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from lapis.errors import LapisWarning
 from lapis.evidence import Tuning
 from lapis.evidence.fixed_point import stretch
 from lapis.evidence.point import LARGEST_LOG
+from lapis.latent.driver import Expected, LatentModel, em
 from lapis.likelihoods import Likelihood
 from lapis.linear_models.prior import LinearPrior
 from lapis.linear_models.system import System
-from lapis.progress import track
 
 if TYPE_CHECKING:
     from lapis.linear_models.posterior import Drawing, LinearPosterior
@@ -105,6 +105,69 @@ def gamma(posterior: LinearPosterior) -> Tensor:
     return total / len(z)
 
 
+@dataclass(frozen=True)
+class Hyperparameters(LatentModel):
+    """Prior precisions and noise, with the weights as latent variables: MacKay's update as the M-step of EM."""
+
+    title: ClassVar[str] = "rounds of draws"
+
+    posterior: LinearPosterior
+    """Under these hyperparameters."""
+    noise: bool
+    """Whether the noise is tuned."""
+    lowest: Tensor
+    highest: Tensor
+    """Bounds of gamma, (G,)."""
+    effective: Tensor
+    """gamma of the last round, (G,)."""
+    change: float = math.inf
+    before: tuple[Tensor, Tensor] | None = None
+    """Logarithms, and where the M-step led from there, of the last round."""
+    path: tuple[tuple[float, ...], ...] = ()
+
+    def moved(self) -> float:
+        """The largest change of a logarithm."""
+        return self.change
+
+    def unfinished(self, reason: str, rounds: int, tolerance: float) -> str:
+        return (
+            f"Tuning from draws: still moving: {reason}. Raise max_iterations ({rounds}) or tolerance ({tolerance:g}), "
+            "or use fewer groups."
+        )
+
+    def expectation(self, data: Tensor) -> Expected:
+        """gamma (G,) from draws, |w|^2 in units of the prior (G,), and the squared errors; `data`: targets (n,)."""
+        now = self.posterior
+        determined = torch.maximum(torch.minimum(gamma(now), self.highest), self.lowest)
+        scales = 1.0 if now.prior.scales is None else now.prior.scales
+        distance = now.prior.by_group(scales * now.mean.square()).clamp(min=torch.finfo(torch.float64).tiny)
+        sums = {"effective": determined, "distance": distance}
+        if self.noise:
+            sums["errors"] = (data - now.system.design.forward(now.mean[None])[0]).square().sum()
+        return Expected(sums, torch.tensor(math.nan), now.n_data)
+
+    def maximisation(self, expected: Expected) -> Hyperparameters:
+        """alpha_g <- gamma_g / |w_g|^2, noise^2 <- SSE / (n - gamma), stretched by the slope between rounds."""
+        now, sums = self.posterior, expected.statistics
+        prior, likelihood, determined = now.prior, now.likelihood, sums["effective"]
+        here, there = prior.precision.log(), (determined / sums["distance"]).log()
+        if self.noise and likelihood.noise is not None:
+            free = max(expected.count - float(determined.sum()), 1.0)
+            variance = sums["errors"].clamp(min=1e-300) / free
+            here = torch.cat([here, likelihood.noise.detach().double().reshape(1).log()])
+            there = torch.cat([there, 0.5 * variance.reshape(1).log()])
+        there = there.clamp(-LARGEST_LOG, LARGEST_LOG)
+        logs = (here + stretch(self.before, here, there) * (there - here)).clamp(-LARGEST_LOG, LARGEST_LOG)
+        if len(logs) > len(prior.precision):
+            likelihood = likelihood.with_noise(float(logs[-1].exp()))
+        found = refitted(now, replace(prior, precision=logs[: len(prior.precision)].exp()), likelihood)
+        step = (*found.prior.precision.tolist(), *([] if likelihood.noise is None else [float(likelihood.noise)]))
+        return replace(
+            self, posterior=found, effective=determined, change=float((there - here).abs().max()), before=(here, there),
+            path=(*self.path, step),
+        )  # fmt: skip
+
+
 def tune(
     posterior: LinearPosterior, noise: bool, rounds: int, tolerance: float, progress: bool | None
 ) -> LinearPosterior:
@@ -112,52 +175,22 @@ def tune(
     sizes = posterior.prior.by_group(torch.ones(posterior.n_weights, dtype=torch.float64))
     lowest, highest = (0.5 * sizes).clamp(max=1.0), torch.maximum(sizes - 1, 0.5 * sizes)
     highest = highest.clamp(max=posterior.n_data)
-    tuned = noise and posterior.likelihood.noise is not None
-    found, moved, done = posterior, math.inf, 0
-    path: list[tuple[float, ...]] = []
-    determined, before = lowest, None
     if posterior.prior.vector().shape != posterior.system.precision.shape:
-        found = refitted(posterior, posterior.prior, posterior.likelihood)
-    for _ in track(range(rounds), "rounds of draws", rounds, progress):
-        prior = found.prior
-        determined = torch.maximum(torch.minimum(gamma(found), highest), lowest)
-        scales = 1.0 if prior.scales is None else prior.scales
-        distance = prior.by_group(scales * found.mean.square()).clamp(min=torch.finfo(torch.float64).tiny)
-        here, there = prior.precision.log(), (determined / distance).log()
-        likelihood = found.likelihood
-        if tuned and likelihood.noise is not None:
-            rest = found.targets.reshape(-1) - found.system.design.forward(found.mean[None])[0]
-            free = max(found.n_data - float(determined.sum()), 1.0)
-            variance = rest.square().sum().clamp(min=1e-300) / free
-            here = torch.cat([here, likelihood.noise.detach().double().reshape(1).log()])
-            there = torch.cat([there, 0.5 * variance.reshape(1).log()])
-        there = there.clamp(-LARGEST_LOG, LARGEST_LOG)
-        moved = float((there - here).abs().max())
-        logs = (here + stretch(before, here, there) * (there - here)).clamp(-LARGEST_LOG, LARGEST_LOG)
-        before = here, there
-        if len(logs) > len(prior.precision):
-            likelihood = likelihood.with_noise(float(logs[-1].exp()))
-        found = refitted(found, replace(prior, precision=logs[: len(prior.precision)].exp()), likelihood)
-        path.append(
-            (*found.prior.precision.tolist(), *([float(likelihood.noise)] if likelihood.noise is not None else []))
-        )
-        done += 1
-        if moved <= tolerance:
-            break
-    reason = f"the last round changed a logarithm by {moved:.2g}"
-    labels = tuple(f"group {number}" for number in range(len(sizes)))
+        posterior = refitted(posterior, posterior.prior, posterior.likelihood)
+    start = Hyperparameters(posterior, noise and posterior.likelihood.noise is not None, lowest, highest, lowest)
+    fit = em(start, posterior.targets.reshape(-1), rounds=rounds, tolerance=tolerance, progress=progress)
+    found, labels = fit.model.posterior, tuple(f"group {number}" for number in range(len(sizes)))
     bound = tuple(
         name for name, value in zip(labels, found.prior.precision.log().abs().tolist(), strict=True)
         if value > LARGEST_LOG * (1 - 1e-9)
     )  # fmt: skip
     record = Tuning(
-        "draws", math.nan, math.nan, done, done, moved <= tolerance, reason, (), labels, tuple(determined.tolist()),
-        bound, tuple(path),
+        "draws", math.nan, math.nan, fit.rounds, fit.rounds, fit.converged, fit.reason, (), labels,
+        tuple(fit.model.effective.tolist()), bound, fit.model.path,
     )  # fmt: skip
-    if not record.converged or bound:
-        what = f"{', '.join(bound)} ran to the end of the range" if bound else f"still moving: {reason}"
+    if bound:
         warnings.warn(
-            f"Tuning from draws: {what}. Raise max_iterations or tolerance, or use fewer groups.",
+            f"Tuning from draws: {', '.join(bound)} ran to the end of the range. Use more draws, or fewer groups.",
             LapisWarning,
             stacklevel=3,
         )

@@ -3,7 +3,7 @@
     E: draws z_k of N(0, A^-1) under the current prior, and gamma from them
     M: alpha_g <- gamma_g / |theta_g - m_g|^2,  noise^2 <- SSE / (n - gamma),  theta at the tangent model's mode or at t
 
-The weights are the latent variables, and `lapis.latent` drives the rounds. EM's own M-step is
+The weights are the latent variables, and `lapis.latent.em` runs the rounds. EM's own M-step is
 alpha <- P / E|theta - m|^2, where E|theta - m|^2 = |mean - m|^2 + tr A^-1; as gamma = P - alpha tr A^-1, both have the
 same fixed points, and MacKay's, above, comes to them in far fewer rounds.
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from lapis.errors import LapisWarning, OptionError
 from lapis.evidence import TangentMode, TangentProblem, Tuning
 from lapis.evidence.fixed_point import stretch
 from lapis.evidence.point import LARGEST_LOG
-from lapis.latent.driver import Expected, LatentModel, ascend
+from lapis.latent.driver import Expected, LatentModel, em
 from lapis.options import check_choice
 from lapis.posteriors.laplace.matrix_free.descending import Descent
 from lapis.posteriors.laplace.matrix_free.noise import noise
@@ -108,7 +108,9 @@ class Draws:
 
 @dataclass(frozen=True)
 class Hyperparameters(LatentModel):
-    """Prior precisions and noise, with the weights as latent variables."""
+    """Prior precisions and noise, with the weights as latent variables: MacKay's update is EM."""
+
+    title: ClassVar[str] = "rounds of draws"
 
     posterior: ImplicitPosterior
     """Under these hyperparameters."""
@@ -131,6 +133,9 @@ class Hyperparameters(LatentModel):
     def moved(self) -> float:
         """The largest change of a logarithm."""
         return self.change
+
+    def unfinished(self, reason: str, rounds: int, tolerance: float) -> str:
+        return f"Tuning from draws was still moving: {reason}. Raise max_iterations, or tolerance ({tolerance:g})."
 
     def expectation(self, data: Tensor) -> Expected:
         """gamma (G,) from draws, |theta - m|^2 (G,), and the noise's statistics; `data`: the group of each weight."""
@@ -209,19 +214,13 @@ def tune(
     sampler = Draws(posterior, samples, solver, batch_size, seed)
     precision = prior.precision.detach().clone()
     start = Hyperparameters(_with(posterior, precision, base, 1.0), sampler, base, precision, 1.0, lowest, highest)
-    fit = ascend(start, index, rounds=rounds, tolerance=tolerance, progress=progress, title="rounds of draws")
-    end, precision, factor, converged, reason = (
-        fit.model,
-        fit.model.precision,
-        fit.model.factor,
-        fit.converged,
-        fit.reason,
-    )
+    fit = em(start, index, rounds=rounds, tolerance=tolerance, progress=progress)
+    end, precision, factor = fit.model, fit.model.precision, fit.model.factor
     bound = [name for name, value in zip(prior.labels, precision.log().abs().tolist(), strict=True) if value > ENDS]
     if base is not None and abs(math.log(factor)) > NOISE_ENDS * (1 - 1e-9):
         bound.append("noise")
     tuning = Tuning(
-        "draws", math.nan, math.nan, fit.rounds, fit.rounds, converged, reason, (), tuple(prior.labels),
+        "draws", math.nan, math.nan, fit.rounds, fit.rounds, fit.converged, fit.reason, (), tuple(prior.labels),
         tuple(end.effective.tolist()), tuple(bound), end.path,
     )  # fmt: skip
     if bound:
@@ -233,12 +232,6 @@ def tune(
         )
     for message in own_noise.unlike(end.posterior) if base is not None else ():
         warnings.warn(message, LapisWarning, stacklevel=3)
-    if not converged:
-        warnings.warn(
-            f"Tuning from draws was still moving: {reason}. Raise max_iterations, or tolerance ({tolerance:g}).",
-            LapisWarning,
-            stacklevel=3,
-        )
     found, z = replace(end.posterior, tuning=tuning), sampler.z
     assert z is not None
     sample = Sample(found.curvature.jacobian.outputs[0][0].numel())
