@@ -36,6 +36,14 @@ def hidden() -> latent.HiddenMarkov:
     return latent.HiddenMarkov(2, symbols=3).fit([torch.tensor([0, 1, 2, 0, 1])], tolerance=1e3, restarts=1)
 
 
+def student() -> lifelong.Replay:
+    return lifelong.Replay(nn.Linear(3, 2).double(), "regression", epochs=1)
+
+
+def never(data: Any) -> Any:
+    raise AssertionError("a check came too late")
+
+
 def likely(data: Tensor, z: Tensor) -> Tensor:
     return -0.5 * (z.square().sum(-1) + (data[:, :1] - z).square().sum(-1))
 
@@ -76,6 +84,33 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: lapis.network.Network(nn.Linear(3, 2)).unflatten(None),
         lapis.DataError,
     ),  # type: ignore[arg-type]
+    "rows without values": (lambda: mixture().score_samples(META), lapis.DataError),
+    "sparse rows": (lambda: mixture().predict(X.to_sparse()), lapis.DataError),
+    "numbers of components of a number": (lambda: latent.choose_components(HUGE, (1, 2)), lapis.DataError),
+    "floors that are NaN": (
+        lambda: latent.GaussianEmissions(X[:2], X[:2].square() + 1, least=torch.full((3,), torch.nan)),
+        lapis.DataError,
+    ),
+    "floors of other columns": (
+        lambda: latent.GaussianEmissions(X[:2], X[:2].square() + 1, least=torch.ones(2)),
+        lapis.DataError,
+    ),
+    "a head without values": (lambda: student().learn((X, X[:, :2]), META), lapis.OptionError),
+    "a sparse head": (lambda: student().learn((X, X[:, :2]), torch.eye(2).to_sparse()), lapis.OptionError),
+    "an option of no prediction": (
+        lambda: lifelong.accuracy_matrix(student, [lifelong.Lesson((X, X), (X, X[:, 0]))], sample=3),
+        lapis.OptionError,
+    ),
+    "a test set without targets": (
+        lambda: lapis.active.learn(never, (X, X[:, 0]), 3, start=2, test=(X, None)),  # type: ignore[arg-type]
+        lapis.DataError,
+    ),
+    "groups without patterns": (
+        lambda: lapis.laplace(
+            nn.Linear(3, 2).double(), (X, X[:, :2]), "regression", prior=lapis.Prior(groups={"a": 1})
+        ),
+        lapis.PriorError,
+    ),
     "complex weights": (lambda: mixed(COMPLEX), lapis.OptionError),
     "weights of 10^400": (lambda: mixed([HUGE, 1]), lapis.OptionError),
 }
@@ -100,6 +135,19 @@ def test_weights_of_samples_that_are_no_numbers_are_refused_in_the_manner_of_skl
 def test_targets_that_a_mixture_cannot_read_are_not_used() -> None:
     with pytest.warns(lapis.LapisWarning, match="y is not used"):
         latent.GaussianMixture(2).fit(X, ((1, 2), 3))
+
+
+def test_fewer_different_rows_than_components_are_no_matter_for_a_warning_of_sklearn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, evidences = latent.choose_components(X[:2].repeat(6, 1).requires_grad_(), (1, 2, 3), restarts=1)
+    assert len(evidences) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_mixture_reads_rows_of_any_floating_dtype(dtype: torch.dtype) -> None:
+    rows = X.to(dtype)
+    np.testing.assert_allclose(mixture().score_samples(rows), mixture().score_samples(rows.double().numpy()))
 
 
 def test_em_takes_a_tensor_as_the_rows_of_a_mixture() -> None:

@@ -144,7 +144,7 @@ def as_inputs(inputs: Any, dtype: torch.dtype, device: torch.device) -> Inputs:
     if isinstance(inputs, Tensor):
         return _dense(inputs, "inputs").to(device)
     if isinstance(inputs, np.ndarray):
-        tensor = _tensor(inputs, "inputs")
+        tensor = as_tensor(inputs, "inputs")
         return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
     if isinstance(inputs, Mapping):
         return {key: as_inputs(value, dtype, device) for key, value in inputs.items()}
@@ -153,7 +153,7 @@ def as_inputs(inputs: Any, dtype: torch.dtype, device: torch.device) -> Inputs:
     return inputs
 
 
-def _tensor(values: Any, what: str) -> Tensor:
+def as_tensor(values: Any, what: str) -> Tensor:
     """Numbers in any form as a tensor; DataError calls them `what`."""
     try:
         # lists through numpy: torch would convert their numbers to single precision
@@ -246,7 +246,7 @@ def _stream(data: Any, batch_size: int, dtype: torch.dtype, device: torch.device
     """The data as an iterable of batches, which `batches` then checks one by one."""
     pair = whole_pair(data)
     if pair is not None:
-        inputs, targets = as_inputs(pair[0], dtype, device), _tensor(pair[1], "targets")
+        inputs, targets = as_inputs(pair[0], dtype, device), as_tensor(pair[1], "targets")
         length = batch_length(inputs)
         if targets.dim() == 0 or targets.shape[0] != length:
             raise DataError(
@@ -296,7 +296,7 @@ def batches(
                 )
             with naming(f"batch {index}"):
                 inputs = as_inputs(pair[0], dtype, device)
-                targets = _tensor(pair[1], "targets").to(device)
+                targets = as_tensor(pair[1], "targets").to(device)
                 length = batch_length(inputs)
             if targets.dim() == 0 or targets.shape[0] != length:
                 raise DataError(

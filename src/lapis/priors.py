@@ -258,6 +258,15 @@ def _pattern_labels(groups: Mapping[str, str | Sequence[str]], network: Network)
     """A function from a parameter's name to the one group whose patterns match it."""
     labels_of: dict[str, list[str]] = {name: [] for name in network.names}
     for label, patterns in groups.items():
+        if not isinstance(patterns, str) and not (
+            isinstance(patterns, Sequence) and all(isinstance(each, str) for each in patterns)
+        ):
+            raise PriorError(
+                f"The group {label!r} has no patterns",
+                expected="a pattern of names, or a sequence of patterns",
+                got=repr(patterns),
+                do='pass, for example, groups={"head": "head.*", "rest": ["0.*", "2.*"]}',
+            )
         for name in network.names:
             listed = [patterns] if isinstance(patterns, str) else patterns
             if any(fnmatchcase(name, pattern) or name.startswith(pattern + ".") for pattern in listed):

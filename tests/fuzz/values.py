@@ -52,8 +52,10 @@ SIGNED = frozenset(
 )
 """Numbers that may be zero or negative, or are checked when used."""
 
-FROM_ZERO = frozenset({"weight_decay", "em.tolerance", "pseudo_count", "dropout", "serve.port"})
-"""Numbers that may be zero: none."""
+FROM_ZERO = frozenset(
+    {"weight_decay", "em.tolerance", "pseudo_count", "dropout", "serve.port", "optim.lr", "optim.beta"}
+)
+"""Numbers that may be zero: none, or where schedules begin."""
 
 
 class Strange:
@@ -196,8 +198,8 @@ BY_NAME: dict[str, Make] = {
 
 def first_numbers(inputs: Any) -> Tensor:
     """Features of inputs of any form: two numbers of each example, (B, 2)."""
-    rows = next(iter(tensors_in(inputs))).flatten(1)
-    return rows[:, [0, -1]].double()
+    rows = next(iter(tensors_in(inputs)))
+    return rows.reshape(len(rows), -1)[:, [0, -1]].double()
 
 
 IN: dict[str, dict[str, Make]] = {
@@ -265,6 +267,7 @@ IN: dict[str, dict[str, Make]] = {
     "tune": {"noise": lambda w, r, o: r.choice([True, False])},
     "calibrate": {"temperature": lambda w, r, o: False},
     "state": {"network": lambda w, r, o: o.network},
+    "choose": {"variances": lambda w, r, o: lambda: torch.ones(size_of(w, None), dtype=w.dtype)},
     **rooms.IN,
     **own_data.IN,
 }
@@ -380,6 +383,8 @@ def refused(hint: Any, value: Any, name: str, place: Sequence[str] = ()) -> bool
     """Whether the annotation forbids the value, or its size has no meaning for a number of this name, at this place."""
     names = {name, *(f"{word}.{name}" for word in place)}
     is_zero = type(value) in (int, float) and value == 0
+    if "imaging" in place and isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()  # there NumPy's numbers count as numbers, as images often come from it
     return hint is not None and not admitted(hint, value, bool(names & SIGNED or (is_zero and names & FROM_ZERO)))
 
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -329,8 +328,8 @@ def choose_components(
             number, covariance, concentration=1.0, restarts=restarts, random_state=random_state
         )
         try:
-            found[number] = mixture.fit(np.asarray(X), labels=labels)
-        except (TypeError, ValueError) as error:  # of scikit-learn's checks
+            found[number] = mixture.fit(X, labels=labels)
+        except (TypeError, ValueError, OverflowError) as error:  # of scikit-learn's checks
             got = str(error).splitlines()[0]
             raise DataError("X cannot be used", expected="finite numbers (N, D)", got=got, do="check X") from error
     best = max(found, key=lambda number: found[number].evidence_)

@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, DensityMixin
 from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.latent.driver import Fit, em
 from lapis.latent.mixture_model import Covariance, MixtureModel, Rows, floored, gathered
-from lapis.options import UNREADABLE, check_positive
+from lapis.options import UNREADABLE, check_positive, checked_tensor
 
 Array = NDArray[Any]
 
@@ -179,16 +180,21 @@ def _seed(random: Any) -> int:
     )
 
 
-def _plain(X: Any) -> Any:
-    """Without a graph, where X is a tensor."""
-    return X.detach().cpu().numpy() if isinstance(X, Tensor) else X
+def _plain(value: Any, name: str = "X") -> Any:
+    """As numpy's, without a graph, where the value is a tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    found = value.detach()
+    if not (found.is_complex() or found.numel() == 0):  # which scikit-learn refuses in its own words
+        found = checked_tensor(name, found)
+    return (found.double() if found.dtype == torch.bfloat16 else found).cpu().numpy()
 
 
 def _by_position(y: Any, rows: int, components: int) -> Tensor | None:
     """Labels that came as y: as scikit-learn's estimators take them, or nothing where they can be none."""
     values = np.empty(0)
     try:
-        values = np.asarray(_plain(y))
+        values = np.asarray(_plain(y, "y"))
         found = _log_labels(values, rows, components)
     except (*UNREADABLE, DataError) as error:
         if values.dtype.kind in "iu" and bool((values == -1).any()):
@@ -210,7 +216,7 @@ def _log_labels(labels: Any, rows: int, components: int) -> Tensor | None:
     if labels is None:
         return None
     try:
-        values = torch.as_tensor(np.asarray(_plain(labels)))
+        values = torch.as_tensor(np.asarray(_plain(labels, "labels")))
     except UNREADABLE as error:
         raise _bad_labels(rows, components, type(labels).__name__) from error
     real = not values.is_complex()
@@ -253,7 +259,9 @@ def _first_responsibilities(rows: Rows, components: int, generator: torch.Genera
     x = rows.x
     seed = int(torch.randint(2**31 - 1, (), generator=generator))
     if rows.log_labels is None:
-        found = KMeans(components, n_init=1, random_state=seed).fit(x.numpy())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different rows than components
+            found = KMeans(components, n_init=1, random_state=seed).fit(x.numpy())
         place = torch.from_numpy(found.labels_.astype(np.int64))
         return torch.nn.functional.one_hot(place, components).double()
     factors = rows.log_labels.exp()

@@ -88,7 +88,8 @@ def _indices(outputs: Any) -> tuple[int, ...]:
     if isinstance(outputs, slice) and _is_count(outputs.stop, 1) and _is_count(outputs.start or 0, 0):
         found = range(outputs.start or 0, outputs.stop, outputs.step or 1)
     elif isinstance(outputs, Tensor):
-        found = outputs.tolist()
+        has_values = outputs.layout == torch.strided and outputs.device.type != "meta"
+        found = outputs.tolist() if has_values else None
     fits = isinstance(found, Sequence) and not isinstance(found, (str, bytes)) and len(found) > 0
     if not fits or not all(_is_count(each, 0) for each in found) or len(set(found)) < len(found):
         raise OptionError(

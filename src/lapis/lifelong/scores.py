@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lapis.errors import DataError
 from lapis.lifelong.learner import Learner
-from lapis.options import check_arguments
+from lapis.options import check_arguments, check_choice
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,9 @@ def accuracy_matrix(make: Callable[[], Learner], lessons: Sequence[Lesson], **op
         options: for `learner.predict`, such as method="network".
     """
     check_arguments(accuracy_matrix, locals())
+    known = tuple(inspect.signature(Learner.predict).parameters)[3:]
+    for name in options:
+        check_choice("option", name, known)
     learner, size = make(), len(lessons)
     matrix = torch.full((size, size), torch.nan, dtype=torch.float64)
     for i, lesson in enumerate(lessons):

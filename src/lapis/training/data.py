@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lapis.batches import Batch, as_inputs, batch_length, batches, digest, map_tensors, take, whole_pair
+from lapis.batches import Batch, as_inputs, as_tensor, batch_length, batches, digest, map_tensors, take, whole_pair
 from lapis.errors import DataError
 from lapis.network import Network
 
@@ -51,7 +51,7 @@ def shuffled(data: Any, network: Network, batch_size: int) -> Iterator[Batch]:
     """One pass. Pairs and Datasets in an order drawn from torch's global generator, other forms in their own order."""
     pair = whole_pair(data)
     if pair is not None:
-        inputs, targets = as_inputs(pair[0], network.dtype, network.device), torch.as_tensor(pair[1])
+        inputs, targets = as_inputs(pair[0], network.dtype, network.device), as_tensor(pair[1], "targets")
         order = torch.randperm(batch_length(inputs))
         parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
         data = ((map_tensors(lambda tensor, part=part: tensor[part], inputs), targets[part]) for part in parts)  # type: ignore[misc]

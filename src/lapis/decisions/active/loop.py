@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapis.batches import as_inputs, batch_length, digest, map_tensors
+from lapis.batches import as_inputs, as_tensor, batch_length, digest, map_tensors
 from lapis.checkpoint import Checkpoint
 from lapis.decisions.active.acquisition import By, acquire
 from lapis.errors import DataError, OptionError
@@ -82,6 +82,7 @@ def learn(
     """
     check_arguments(learn, locals())
     inputs, targets = _pair(pool, "pool")
+    judged = None if test is None else _pair(test, "test set")
     size = batch_length(inputs)
     source = generator or torch.Generator().manual_seed(0)
     first = _first(start, size, source)
@@ -110,7 +111,7 @@ def learn(
         rows = torch.tensor(chosen)
         posterior = fit((_rows(inputs, rows), targets[rows]))
         if not rounds or rounds[-1].labels < len(chosen):  # else it has been scored by a run that ended here
-            scored = {} if test is None else _scores(posterior, *_pair(test, "test set"), samples)
+            scored = {} if judged is None else _scores(posterior, *judged, samples)
             rounds.append(Round(len(chosen), time.perf_counter() - began, scored))
         wanted = min(each, budget - len(chosen))
         if wanted:
@@ -159,7 +160,7 @@ def _pair(data: Any, what: str) -> tuple[Any, Tensor]:
         raise DataError(
             f"The {what} must be in memory", expected="a pair (inputs, targets)", got=type(data).__name__, do="pass one"
         )
-    targets = torch.as_tensor(data[1])
+    targets = as_tensor(data[1], f"targets of the {what}")
     inputs = as_inputs(data[0], torch.get_default_dtype(), torch.device("cpu"))
     length = batch_length(inputs)
     if targets.dim() == 0 or len(targets) != length:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lapis.errors import DataError
 from lapis.latent.floor import NOBODY, raised
 from lapis.latent.markov.emissions import Emissions, Sums, whole_rows_missing
-from lapis.options import check_arguments, checked_tensor, shown
+from lapis.options import check_arguments, checked_numbers, checked_tensor, shown
 
 CHUNK = 2**16
 """Numbers in the largest temporary array of log densities: it stays in the processor's cache."""
@@ -35,7 +35,7 @@ class GaussianEmissions(Emissions):
     def __post_init__(self) -> None:
         check_arguments(GaussianEmissions, vars(self))
         shape = checked_tensor("means", self.means).shape
-        if len(shape) != 2 or self.covariances.shape not in (shape, (*shape, shape[1])):
+        if len(shape) != 2 or checked_tensor("covariances", self.covariances).shape not in (shape, (*shape, shape[1])):
             raise DataError(
                 "Means and covariances do not fit",
                 expected="(K, D) and (K, D, D), or (K, D) for diagonal ones",
@@ -51,6 +51,12 @@ class GaussianEmissions(Emissions):
                 got=f"others for state {int(bad.float().argmax())}",
                 do="check the values",
             )
+        for name, each, lowest in (("least", self.least, 0.0), ("centre", self.centre, -math.inf)):
+            if each is None:
+                continue
+            if checked_numbers(name, each).shape != shape[1:] or float(each.min()) < lowest:
+                words = f"numbers ({shape[1]},)" + (", none below zero" if lowest == 0 else "")
+                raise DataError(f"Bad {name}", expected=words, got=shown(each), do="pass such values")
 
     @property
     def n_states(self) -> int:
