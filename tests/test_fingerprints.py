@@ -104,8 +104,9 @@ def test_writes_through_data_are_noticed(which: str) -> None:
     assert isinstance(tensor, Tensor)
     before = posterior.predict(x).mean
     tensor.data[0] += 1e-9
-    with pytest.raises(lapis.ModelError, match="has changed since the fit"):
-        posterior.predict(x)
+    for use in (lambda: posterior.predict(x), posterior.tune):  # tuning looks at predictions too
+        with pytest.raises(lapis.ModelError, match="has changed since the fit"):
+            use()
     tensor.data[0] -= 1e-9
     tensor.data.copy_(tensor.data)
     if which == "buffer":  # zeros come back exactly

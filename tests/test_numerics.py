@@ -385,14 +385,15 @@ class Root(nn.Module):
         return (x @ self.weight).abs().sqrt()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_gradients_that_are_not_finite_are_errors(structure: str) -> None:
-    x, y = data(6, 1)
+def test_gradients_that_are_not_finite_are_errors(structure: str, dtype: torch.dtype) -> None:
+    x, y = (part.to(dtype) for part in data(6, 1))
     bad = x.clone()
     bad[2] = 0
     with pytest.raises(LapisError, match="not finite"):
-        lapis.laplace(Root(), (bad, y), "regression", structure=structure).log_evidence()
-    posterior = lapis.laplace(Root(), (x, y), "regression", structure=structure)
+        lapis.laplace(Root().to(dtype), (bad, y), "regression", structure=structure).log_evidence()
+    posterior = lapis.laplace(Root().to(dtype), (x, y), "regression", structure=structure)
     for use in (posterior.predict, posterior.functional_variance, posterior.functional_covariance):
         with pytest.raises(ModelError, match="not finite"):
             use(bad)

@@ -18,7 +18,7 @@ from lapis.curvature.backward.record import Record
 from lapis.curvature.backward.seeds import curvature_seeds, position_seeds
 from lapis.curvature.budget import work_bytes
 from lapis.curvature.hessian import add_hessian, twice_differentiable
-from lapis.curvature.outputs import FACTOR_COPIES, check_width
+from lapis.curvature.outputs import FACTOR_COPIES, check_width, curvature_not_finite
 from lapis.curvature.sums import Curvature
 from lapis.curvature.working_memory import (
     COLLECTED_SEEDS,
@@ -26,7 +26,7 @@ from lapis.curvature.working_memory import (
     part_length,
     seeds_at_once,
 )
-from lapis.errors import DataError, ModelError
+from lapis.errors import DataError
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.progress import track
@@ -134,14 +134,7 @@ def accumulate(
     for block in curvature.blocks:
         block.flush()
         if not block.is_finite():
-            raise ModelError(
-                "The curvature is not finite: it overflows, or the network has no derivative at some input",
-                expected=f"finite sums over the data in {network.dtype}",
-                got=f"NaN or infinity for {', '.join(repr(site.label) for site in block.sites[:3])}",
-                do="rescale the inputs (mean 0, standard deviation 1)"
-                + ("" if network.dtype == torch.float64 else ", use float64: model.double()")
-                + ", or leave out inputs at which a root or a norm in the network has no derivative",
-            )
+            raise curvature_not_finite(network.dtype, [site.label for site in block.sites])
     if shard is not None:
         curvature.decompose(shard.ranks)
 

@@ -1,6 +1,11 @@
-"""Checks of a network's outputs (B, T, C), for fits and predictions; callers add the batch (`batches.naming`)."""
+"""Checks of a network's outputs (B, T, C), and of curvatures, for fits and predictions.
+
+Callers add the batch (`batches.naming`).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +38,18 @@ def check_spread(spread: Tensor) -> None:
             got=f"NaN or infinity, first in row {example}",
             do="leave out inputs at which a root or a norm in the network has no derivative, or rescale the inputs",
         )
+
+
+def curvature_not_finite(dtype: torch.dtype, labels: Sequence[str]) -> ModelError:
+    """The error for a curvature with NaN or infinity for these weights."""
+    return ModelError(
+        "The curvature is not finite: it overflows, or the network has no derivative at some input",
+        expected=f"finite sums over the data in {dtype}",
+        got=f"NaN or infinity for {', '.join(map(repr, labels[:3]))}",
+        do="rescale the inputs (mean 0, standard deviation 1)"
+        + ("" if dtype == torch.float64 else ", use float64: model.double()")
+        + ", or leave out inputs at which a root or a norm in the network has no derivative",
+    )
 
 
 def check_width(f: Tensor, outputs: int) -> None:

@@ -23,6 +23,7 @@ from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, sit
 from lapis.curvature.blocks.dense import inner_products
 from lapis.curvature.blocks.gram import strips
 from lapis.curvature.blocks.spectrum import Spectrum
+from lapis.curvature.outputs import curvature_not_finite
 from lapis.curvature.recording.sites import Site
 from lapis.errors import LapisWarning, MemoryBudgetError, NotPositiveDefiniteError, StructureError
 from lapis.network import Network
@@ -306,6 +307,8 @@ def _of_root(products: Products, network: Network, rank: int | None, threshold: 
     step = max(1, memory_budget // (64 * network.size))
     parts = [products.root_transposed(some) if by_rows else products.root(some) for some in torch.split(unit, step)]
     root = torch.cat(parts).double()  # R, or R^T
+    if not all_finite(root):
+        raise curvature_not_finite(network.dtype, network.names)
     values, vectors = (found.flip(-1) for found in torch.linalg.eigh(root @ root.mT))
     kept = values > max(ROOT_FLOOR * float(values[0]), threshold if rank is None else 0.0, TINY)
     count = min(int(kept.sum()), len(values) if rank is None else rank)

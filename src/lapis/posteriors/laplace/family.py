@@ -165,6 +165,7 @@ class LaplaceFamily(Refinable):
             progress,
         )  # fmt: skip
         with differentiating(self.network.device):
+            self.check_network()
             return replace(self, calibration=None, sharpness=1.0)._tune(asked)
 
     @abstractmethod

@@ -34,7 +34,7 @@ def warn_of_doubt(
     step = max(1, sum(map(len, sample)) // MOST)
     sample = [batch.chosen(torch.arange(0, len(batch), step, device=batch.targets.device)) for batch in sample]
     count = sum(map(len, sample))
-    if count < LEAST or not posterior._network_is_as_fitted():
+    if count < LEAST:
         return
     likelihood = posterior.likelihood
     plain: list[Tensor] = []

@@ -59,7 +59,7 @@ class _Left:
 def chosen_width(posterior: LaplaceFamily, sample: Sequence[Batch], tolerated: float) -> float:
     """The largest width whose predictions lose at most `tolerated` nats an example, less one standard error."""
     count = sum(map(len, sample))
-    if count < LEAST or not posterior._network_is_as_fitted():
+    if count < LEAST:
         return 1.0
     parts = _left_out(posterior, sample)
     if parts is None:
