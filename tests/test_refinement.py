@@ -228,6 +228,44 @@ def test_batches_do_not_matter() -> None:
     torch.testing.assert_close(split.elbo(), one.elbo(), rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", ["few weights", "few outputs", "positions", "noise"])
+@pytest.mark.parametrize("tune", [False, True])
+def test_implicit_refinement_is_the_dense_one(kind: str, tune: bool) -> None:
+    """Factorised in the space of weights or of outputs."""
+    torch.manual_seed(5)
+    width, count, positions = {"few weights": (3, 40, ()), "positions": (40, 9, (4,))}.get(kind, (12, 14, ()))
+    x = torch.randn(count, *positions, 3, dtype=torch.float64)
+    y = x.sin() if kind == "noise" else (x @ torch.randn(3, 3, dtype=torch.float64)).argmax(-1)
+    model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 3)).double()
+    parts = [(x[:5], y[:5]), (x[5:], y[5:])]
+    likelihood = "regression" if kind == "noise" else "classification"
+    dense, implicit = (lapis.laplace(model, parts, likelihood, structure=s, prior=0.5) for s in ("dense", "implicit"))
+    view = "WeightsView" if kind == "few weights" else "OutputsView"
+    assert type(implicit.with_rounds_prepared(True).view).__name__ == view
+    one, other = (posterior.refine(parts, tune=tune, max_rounds=60) for posterior in (dense, implicit))
+    close = {"rtol": 1e-7, "atol": 1e-8}
+    torch.testing.assert_close(other.mean, one.mean, **close)
+    torch.testing.assert_close(other.weight_prior.precision, one.weight_prior.precision, **close)
+    torch.testing.assert_close(other.elbo(), one.elbo(), **close)
+    assert other.view is None
+    spreads = [posterior.gaussian_process().kernel(x[:3]) for posterior in (other, one)]
+    torch.testing.assert_close(*spreads, rtol=1e-6, atol=1e-7)
+
+
+def test_implicit_refinement_solves_where_no_matrix_is_kept() -> None:
+    """Sequences of several lengths and more weights than outputs; log |A| is then by quadrature."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.randint(3, (8,))
+    parts = [(x[:4, None], y[:4, None]), (x[4:].reshape(2, 2, 3), y[4:].reshape(2, 2))]
+    dense, implicit = (
+        lapis.laplace(model, parts, "classification", structure=s, prior=0.5) for s in ("dense", "implicit")
+    )
+    assert implicit.with_rounds_prepared(True).view is None
+    one, other = (posterior.refine(parts).predict(parts[1][0]).probs for posterior in (dense, implicit))
+    torch.testing.assert_close(other, one, rtol=0, atol=0.03)
+
+
 def test_prior_tuned_by_the_elbo_solves_mackays_equation() -> None:
     model, data = classes()
     tuned = lapis.laplace(model, data, "classification", structure="dense").tune()

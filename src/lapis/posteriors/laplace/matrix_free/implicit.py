@@ -22,6 +22,7 @@ from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.arithmetic import removal
 from lapis.posteriors.laplace.matrix_free import drawing
+from lapis.posteriors.laplace.matrix_free.direct import view
 from lapis.posteriors.laplace.matrix_free.drawn import DrawnPosterior
 from lapis.posteriors.laplace.matrix_free.solved import SolvedPosterior
 from lapis.posteriors.laplace.matrix_free.solver import Solver
@@ -141,6 +142,8 @@ class ImplicitPosterior(SolvedPosterior):
         )
 
     def _logdet(self) -> Tensor:
+        if self.direct is not None:
+            return self.direct.logdet()
         return self.weight_prior.logdet().detach() + self._spectrum.trace(torch.log).value
 
     def log_evidence(self) -> Tensor:
@@ -166,7 +169,7 @@ class ImplicitPosterior(SolvedPosterior):
 
     def effective_parameters(self) -> Tensor:
         """The value of `effective_parameters_estimate()`, 0-d float64."""
-        return self.effective_parameters_estimate().value
+        return self.effective_parameters_estimate().value if self.direct is None else self.direct.gamma()
 
     def effective_parameters_estimate(
         self,
@@ -305,8 +308,19 @@ class ImplicitPosterior(SolvedPosterior):
         """The precision is that of the exact GGN."""
         return True
 
+    def with_rounds_prepared(self, prepared: bool) -> ImplicitPosterior:
+        """See `Refinable.with_rounds_prepared`: with J or J Lambda^-1 J^T of the data, where these are small."""
+        return replace(self, view=view(self.curvature, self._tangent(), self.weight_prior) if prepared else None)
+
     def outputs_of_data(self, held: Sequence[Batch]) -> Callable[[int], LatentGaussian]:
-        """By a solve for every output where these are few, else from draws."""
+        """By a factorisation where weights or outputs are few, by a solve for every output, or from draws."""
+        if self.direct is not None:
+            spreads, jacobian = self.direct.covariances, self.curvature.jacobian
+            moved = jacobian.forward((self.mean.double() - self.point.double())[None])
+            means = [f + shift[0] for f, shift in zip(jacobian.outputs, moved, strict=True)]
+            return lambda number: LatentGaussian(
+                means[number], spreads[number].diagonal(dim1=-2, dim2=-1), spreads[number]
+            )
         source: LinearisedPosterior = self
         if self.curvature.n_outputs > MOST_SOLVES:
             source = self.draw(REFINING_DRAWS, progress=False)

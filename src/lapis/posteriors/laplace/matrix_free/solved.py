@@ -15,6 +15,7 @@ from lapis.errors import LapisWarning, OptionError
 from lapis.network import full_precision
 from lapis.options import check_arguments, check_count
 from lapis.posteriors.laplace.family import LaplaceFamily
+from lapis.posteriors.laplace.matrix_free.direct import Direct, View
 from lapis.posteriors.laplace.matrix_free.noise import white
 from lapis.posteriors.laplace.matrix_free.solver import TOLERANCES, Solver
 from lapis.solvers import CallablePreconditioner, Estimate, Operator, hutchinson_diagonal
@@ -34,6 +35,15 @@ class SolvedPosterior(LaplaceFamily):
 
     curvature: ImplicitCurvature
     solver: Solver = field(default_factory=Solver)
+    view: View | None = None
+    """While `refine` runs, and weights or outputs are few: its systems are then factorised."""
+
+    @cached_property
+    def direct(self) -> Direct | None:
+        """The covariance without its width, factorised."""
+        if self.view is None:
+            return None
+        return self.view.factorised(self.curvature, self.weight_prior, float(self.scale.detach()))
 
     @property
     def space(self) -> Space:
@@ -76,6 +86,8 @@ class SolvedPosterior(LaplaceFamily):
     def solve(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (P,) or (k, P), float64."""
         self.check_network()
+        if self.direct is not None:
+            return (self.width * self.direct.solve(self.vectors(vectors))).reshape(vectors.shape)
         block = self.vectors(vectors).to(self.network.dtype)
         found = torch.empty_like(block, dtype=torch.float64)
         step = self.vectors_at_once()
@@ -94,7 +106,7 @@ class SolvedPosterior(LaplaceFamily):
         if not bool(solved.result.converged.all()):
             worst = float(solved.result.relative_residuals.max())
             warnings.warn(
-                f"A solve ended with a relative residual of {worst:.1e} ({', '.join(set(solved.result.stopped))}), "
+                f"A solve ended with a relative residual of {worst:.0e} ({', '.join(set(solved.result.stopped))}), "
                 f"above the tolerance of {self.gaussian.tolerance:.1e}. Raise max_iterations or tolerance by "
                 "with_solver(), use a preconditioner, or float64.",
                 LapisWarning,

@@ -139,6 +139,10 @@ class Refinable(GaussianPosterior):
         """Whether the precision is that of the exact GGN, so that Newton's steps need no further solve."""
         return False
 
+    def with_rounds_prepared(self: Self, prepared: bool) -> Self:
+        """With what all rounds of a refinement share, if there is such a thing, or without it again."""
+        return self
+
     @abstractmethod
     def outputs_of_data(self, held: Sequence[Batch]) -> Callable[[int], LatentGaussian]:
         """The outputs' distribution, with full covariances, of each batch by its number."""
