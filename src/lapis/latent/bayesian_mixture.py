@@ -5,8 +5,9 @@
     alpha_k = alpha_0 + N_k,  beta_k = beta_0 + N_k,  nu_k = nu_0 + N_k,  m_k = (beta_0 m_0 + sum_n r_nk x_n) / beta_k
     W_k^-1 = W_0^-1 + sum_n r_nk x_n x_n^T + beta_0 m_0 m_0^T - beta_k m_k m_k^T
 
-"diagonal" has a gamma distribution for each dimension: Wisharts of one dimension. The bound is a lower bound of the
-evidence log p(x), which compares numbers of components; components that the data do not need fade out.
+"tied" has one Wishart for all components, with the sums over k in nu and W^-1. "diagonal" has a Wishart of one dimension
+(a gamma distribution) for each dimension, and "spherical" one for all D of them: nu_k = nu_0 + D N_k. The bound is a lower
+bound of the evidence log p(x), which compares numbers of components; components that the data do not need fade out.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lapis.errors import DataError, OptionError
 from lapis.latent.driver import Expected, Fit, LatentModel
-from lapis.latent.estimator import FLOOR, MixtureEstimator
+from lapis.latent.estimator import FLOOR, MixtureEstimator, shape_of
 from lapis.latent.floor import raised
-from lapis.latent.mixture_model import CHUNK, Rows, gathered
+from lapis.latent.mixture_model import CHUNK, Covariance, Rows, gathered, scatter
 from lapis.options import check_arguments, check_positive
 
 
 @dataclass(frozen=True)
 class Wisharts:
-    """K normal-Wishart distributions; with `diagonal` K x D of one dimension each.
+    """Normal-Wishart distributions of K components. G, the number of Wisharts, is K, or 1 where they share one.
 
     Args:
         mean: m, (K, D).
         strength: beta, (K,).
-        freedom: nu, (K,).
-        inverse: W^-1, (K, D, D), or (K, D).
+        freedom: nu, (G,).
+        inverse: W^-1, (G, D, D); or of Wisharts of one dimension (K, D), each for its own, or (K, 1), for all D.
     """
 
     mean: Tensor
@@ -44,12 +45,25 @@ class Wisharts:
     inverse: Tensor
 
     @property
-    def diagonal(self) -> bool:
+    def single(self) -> bool:
+        """Whether Wisharts are of one dimension."""
         return self.inverse.dim() == 2
 
+    @property
+    def copies(self) -> int:
+        """Dimensions that share a Wishart of one dimension."""
+        return self.mean.shape[1] // self.inverse.shape[1]
+
+    @property
+    def kind(self) -> Covariance:
+        """Which sums over the data these need (`gathered`)."""
+        if self.single:
+            return "diagonal"
+        return "full" if len(self.inverse) == len(self.mean) else "tied"
+
     def roots(self) -> tuple[Tensor, Tensor]:
-        """R with R R^T = W, (K, D, D) or (K, D), and log |W|, (K,) or (K, D)."""
-        if self.diagonal:
+        """R with R R^T = W, and log |W|, (G,); of one dimension both are shaped as `inverse`."""
+        if self.single:
             return self.inverse.rsqrt(), -self.inverse.log()
         lower = torch.linalg.cholesky(self.inverse)
         eye = torch.eye(lower.shape[-1], dtype=lower.dtype).expand_as(lower)
@@ -57,34 +71,34 @@ class Wisharts:
         return root, -2 * lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     def expected_logdet(self, logdet: Tensor) -> Tensor:
-        """E[log |L_k|], (K,) or one a dimension (K, D)."""
-        size = 1 if self.diagonal else self.mean.shape[1]
+        """E[log |L|] of each Wishart, shaped as `logdet`."""
+        size = 1 if self.single else self.mean.shape[1]
         steps = torch.arange(size, dtype=torch.float64)
         digammas = torch.digamma((self.freedom[:, None] - steps) / 2).sum(1) + size * math.log(2)
-        return logdet + (digammas[:, None] if self.diagonal else digammas)
+        return logdet + (digammas[:, None] if self.single else digammas)
 
     def log_normaliser(self, logdet: Tensor) -> Tensor:
         """log B(W, nu) of each Wishart, shaped as `logdet`."""
-        size = 1 if self.diagonal else self.mean.shape[1]
+        size = 1 if self.single else self.mean.shape[1]
         steps = torch.arange(size, dtype=torch.float64)
         gammas = torch.lgamma((self.freedom[:, None] - steps) / 2).sum(1)
         rest = self.freedom * size / 2 * math.log(2) + size * (size - 1) / 4 * math.log(math.pi) + gammas
-        nu = self.freedom[:, None] if self.diagonal else self.freedom
-        return -nu / 2 * logdet - (rest[:, None] if self.diagonal else rest)
+        nu = self.freedom[:, None] if self.single else self.freedom
+        return -nu / 2 * logdet - (rest[:, None] if self.single else rest)
 
     def divergence(self, prior: Wisharts) -> Tensor:
-        """sum_k KL(q_k || prior), 0-d."""
+        """KL(q(mu, L) || prior), 0-d."""
         root, logdet = self.roots()
         _, prior_logdet = prior.roots()
         size = self.mean.shape[1]
         gap = self.mean - prior.mean
-        if self.diagonal:
+        if self.single:
             turned = gap * root
-            overlap = root.square() * prior.inverse  # tr(W_0^-1 W) of each dimension
+            overlap = root.square() * prior.inverse  # tr(W_0^-1 W)
             nu, prior_nu = self.freedom[:, None], prior.freedom[:, None]
             inner = 1
         else:
-            turned = torch.einsum("kd,kde->ke", gap, root)
+            turned = torch.einsum("kd,kde->ke", gap, root)  # a single Wishart is broadcast
             overlap = torch.einsum("kde,kdf,kfe->k", root, prior.inverse, root)
             nu, prior_nu = self.freedom, prior.freedom
             inner = size
@@ -118,7 +132,7 @@ class BayesianModel(LatentModel):
         step = max(1, CHUNK // (count * size))
         for start in range(0, len(x), step):
             gap = x[start : start + step, None] - q.mean
-            z = gap * root if q.diagonal else torch.einsum("nkd,kde->nke", gap, root)
+            z = gap * root if q.single else torch.einsum("nkd,kde->nke", gap, root)
             result[start : start + step] = q.freedom * z.square().sum(2)
         return result
 
@@ -127,7 +141,7 @@ class BayesianModel(LatentModel):
         q = self.components
         size = q.mean.shape[1]
         logdet = q.expected_logdet(q.roots()[1])
-        logdet = logdet.sum(1) if q.diagonal else logdet
+        logdet = q.copies * logdet.sum(1) if q.single else logdet
         weights = torch.digamma(self.concentration) - torch.digamma(self.concentration.sum())
         return weights + 0.5 * (logdet - size * math.log(2 * math.pi) - size / q.strength)
 
@@ -136,36 +150,36 @@ class BayesianModel(LatentModel):
         joint = self._constants() - 0.5 * self._quadratic(data.x)
         joint = joint if data.log_labels is None else joint + data.log_labels
         evidence = joint.logsumexp(1, keepdim=True)
-        kind: Literal["full", "diagonal"] = "diagonal" if self.components.diagonal else "full"
-        return gathered(data, (joint - evidence).exp(), joint, evidence, kind)
+        return gathered(data, (joint - evidence).exp(), joint, evidence, self.components.kind)
 
     def maximisation(self, expected: Expected) -> BayesianModel:
         sums, prior = expected.statistics, self.prior
         n = sums["n"]
         strength = prior.strength + n
         mean = (prior.strength[:, None] * prior.mean + sums["x"]) / strength[:, None]
-        if prior.diagonal:
+        if prior.single:
             before = prior.strength[:, None] * prior.mean.square()
-            inverse = prior.inverse + sums["xx"] + before - strength[:, None] * mean.square()
+            gain = sums["xx"] + before - strength[:, None] * mean.square()
+            gain = gain.reshape(*prior.inverse.shape, prior.copies).sum(2)
+            seen = prior.copies * n
         else:
             before = prior.strength[:, None, None] * prior.mean[:, :, None] * prior.mean[:, None]
-            after = strength[:, None, None] * mean[:, :, None] * mean[:, None]
-            inverse = prior.inverse + sums["xx"] + before - after
-        components = Wisharts(mean, strength, prior.freedom + n, inverse)
+            gain = before - strength[:, None, None] * mean[:, :, None] * mean[:, None]
+            tied = prior.kind == "tied"
+            gain = sums["xx"] + (gain.sum(0) if tied else gain)
+            seen = n.sum() if tied else n
+        components = Wisharts(mean, strength, prior.freedom + seen, prior.inverse + gain)
         return BayesianModel(self.prior_concentration + n, components, self.prior_concentration, prior)
 
     def log_joint(self, expected: Expected) -> Tensor:
         sums, q = expected.statistics, self.components
-        n, first, second = sums["n"], sums["x"], sums["xx"]
         root, _ = q.roots()
-        if q.diagonal:
-            scatter = second - 2 * first * q.mean + n[:, None] * q.mean.square()
-            traces = (root.square() * scatter).sum(1)
+        around = scatter(sums, q.mean, q.kind)
+        if q.single:
+            traces = (root.square() * around).sum(1)
         else:
-            cross = first[:, :, None] * q.mean[:, None]
-            scatter = second - cross - cross.mT + n[:, None, None] * q.mean[:, :, None] * q.mean[:, None]
-            traces = torch.einsum("kde,kdf,kfe->k", root, scatter, root)
-        total = (n * self._constants() - 0.5 * q.freedom * traces).sum() + sums["labels"]
+            traces = torch.einsum("kde,kdf,kfe->k", root, around.reshape(q.inverse.shape), root)
+        total = (sums["n"] * self._constants()).sum() - 0.5 * (q.freedom * traces).sum() + sums["labels"]
         return total - self._weights_divergence() - q.divergence(self.prior)
 
     def _weights_divergence(self) -> Tensor:
@@ -180,14 +194,14 @@ class BayesianModel(LatentModel):
         q = self.components
         size = q.mean.shape[1]
         _, logdet = q.roots()
-        inner = 1 if q.diagonal else size
-        nu = q.freedom + 1 - inner  # degrees of freedom
+        nu = q.freedom + 1 - (1 if q.single else size)  # degrees of freedom
         scale = nu * q.strength / (1 + q.strength)
-        if q.diagonal:
-            squares = scale[:, None] * (x[:, None] - q.mean).square() / q.inverse
-            each = torch.lgamma((nu + 1) / 2) - torch.lgamma(nu / 2) + 0.5 * (scale / (math.pi * nu)).log()
-            logs = each[:, None] + 0.5 * logdet - (nu[:, None] + 1) / 2 * torch.log1p(squares / nu[:, None])
-            density = logs.sum(2)
+        if q.single:
+            copies = q.copies
+            squares = (x[:, None] - q.mean).square().reshape(len(x), *q.inverse.shape, copies).sum(3) / q.inverse
+            each = torch.lgamma((nu + copies) / 2) - torch.lgamma(nu / 2) + copies / 2 * (scale / (math.pi * nu)).log()
+            tails = (nu[:, None] + copies) / 2 * torch.log1p(scale[:, None] * squares / nu[:, None])
+            density = (each[:, None] + copies / 2 * logdet - tails).sum(2)
         else:
             squares = scale * self._quadratic(x) / q.freedom
             constant = torch.lgamma((nu + size) / 2) - torch.lgamma(nu / 2)
@@ -201,15 +215,16 @@ class BayesianGaussianMixture(MixtureEstimator):
 
     Args:
         n_components: K, at most; with a small `concentration` components that are not needed get no rows.
-        covariance: "full" or "diagonal".
+        covariance: "full", "tied" (one for all), "diagonal" or "spherical".
         concentration: of the Dirichlet prior of the weights; 1 / n_components when None.
         mean_strength: beta_0, rows that the prior mean, that of the data, counts for.
-        freedom: nu_0, rows that the prior covariance, that of the data, counts for; D (diagonal: 1) when None. Its
-            variances are at least a millionth of the mean variance of the columns, in every direction.
+        freedom: nu_0, what the prior covariance, that of the data, counts for: rows (spherical: D numbers a row); D (diagonal:
+            1) when None. Its variances are at least a millionth of the mean variance of the columns, in every direction.
         rounds, tolerance, restarts, random_state, progress: as in `GaussianMixture`.
 
     Attributes:
-        weights_, means_, covariances_: expected weights and means, and inverses of the expected precisions.
+        weights_, means_, covariances_: expected weights and means, and inverses of the expected precisions, in the
+            shapes of `GaussianMixture`.
         bounds_: the ELBO after each round, with all constants: a lower bound of the log evidence. It never falls.
         evidence_: the last bound plus log K!, for the K! orders of the components: to compare numbers of them.
         effective_components_: those with more than half a row.
@@ -222,7 +237,7 @@ class BayesianGaussianMixture(MixtureEstimator):
     def __init__(
         self,
         n_components: int = 1,
-        covariance: Literal["full", "diagonal"] = "full",
+        covariance: Covariance = "full",
         *,
         concentration: float | None = None,
         mean_strength: float = 1.0,
@@ -246,13 +261,6 @@ class BayesianGaussianMixture(MixtureEstimator):
 
     def _check_options(self) -> None:
         super()._check_options()
-        if self.covariance not in ("full", "diagonal"):
-            raise OptionError(
-                "The Bayesian mixture has no such covariance",
-                expected='"full" or "diagonal"',
-                got=repr(self.covariance),
-                do="choose one of these, or use GaussianMixture",
-            )
         for name in ("concentration", "mean_strength", "freedom"):
             value = getattr(self, name)
             if value is not None or name == "mean_strength":
@@ -261,33 +269,30 @@ class BayesianGaussianMixture(MixtureEstimator):
     def _begin(self, rows: Rows, r: Tensor | None, floor: float, centre: Tensor) -> BayesianModel:
         assert r is not None, "it always starts from responsibilities"
         count, size = self.n_components, rows.x.shape[1]
-        diagonal = self.covariance == "diagonal"
-        fewest = 1 if diagonal else size
-        freedom = float(fewest if self.freedom is None else self.freedom)
-        if freedom <= fewest - 1:
+        kind = self.covariance
+        matrices = kind in ("full", "tied")
+        freedom = float((1 if kind == "diagonal" else size) if self.freedom is None else self.freedom)
+        if matrices and freedom <= size - 1:
             raise OptionError(
-                "Bad freedom",
-                expected=f"more than {fewest - 1}",
-                got=repr(self.freedom),
-                do="raise it, or leave it out",
+                "Bad freedom", expected=f"more than {size - 1}", got=repr(self.freedom), do="raise it, or leave it out"
             )
-        spread = rows.x.square().mean(0) if diagonal else rows.x.mT @ rows.x / len(rows)
+        spread = rows.x.mT @ rows.x / len(rows) if matrices else rows.x.square().mean(0)
         mean_variance = float(rows.x.square().mean())
         least = FLOOR * (mean_variance if mean_variance > 0 else 1.0)  # constant columns, and more columns than rows
-        spread = raised(spread, spread.new_tensor(least), full=not diagonal)
+        spread = raised(spread.mean(0, keepdim=True) if kind == "spherical" else spread, spread.new_tensor(least),
+                        full=matrices)  # fmt: skip
 
-        def each(value: float) -> Tensor:
-            return torch.full((count,), float(value), dtype=torch.float64)
+        def each(value: float, many: int = count) -> Tensor:
+            return torch.full((many,), float(value), dtype=torch.float64)
 
-        inverse = (freedom * spread).expand(count, *spread.shape)
-        prior = Wisharts(
-            torch.zeros(count, size, dtype=torch.float64), each(self.mean_strength), each(freedom), inverse
-        )
+        wisharts = 1 if kind == "tied" else count
+        inverse = (freedom * spread).expand(wisharts, *spread.shape)
+        means = torch.zeros(count, size, dtype=torch.float64)
+        prior = Wisharts(means, each(self.mean_strength), each(freedom, wisharts), inverse)
         concentration = each(1 / count if self.concentration is None else self.concentration)
         start = BayesianModel(concentration, prior, concentration, prior)
-        kind: Literal["full", "diagonal"] = "diagonal" if diagonal else "full"
         zeros = torch.zeros(len(r), 1, dtype=r.dtype)
-        return start.maximisation(gathered(Rows(rows.x), r, r.log(), zeros, kind))
+        return start.maximisation(gathered(Rows(rows.x), r, r.log(), zeros, prior.kind))
 
     def _finish(self, fit: Fit[BayesianModel], centre: Tensor) -> None:
         self.model_, self._centre = fit.model, centre
@@ -296,7 +301,8 @@ class BayesianGaussianMixture(MixtureEstimator):
         self.weights_ = (concentration / concentration.sum()).numpy()
         self.means_ = (q.mean + centre).numpy()
         shape = (-1, *([1] * (q.inverse.dim() - 1)))
-        self.covariances_ = (q.inverse / q.freedom.reshape(shape)).numpy()
+        covariances = (q.inverse / q.freedom.reshape(shape)).numpy()
+        self.covariances_ = covariances.reshape(shape_of(self.covariance, *self.means_.shape))
         self.evidence_ = fit.bounds[-1] + math.lgamma(self.n_components + 1)
         rows = (concentration - fit.model.prior_concentration).numpy()
         self.effective_components_ = int((rows > 0.5).sum())
@@ -310,7 +316,7 @@ def choose_components(
     X: Any,
     numbers: Sequence[int] = (1, 2, 3, 4, 5, 6),
     *,
-    covariance: Literal["full", "diagonal"] = "full",
+    covariance: Covariance = "full",
     restarts: int = 3,
     labels: Any = None,
     random_state: int = 0,
@@ -330,7 +336,9 @@ def choose_components(
         try:
             found[number] = mixture.fit(X, labels=labels)
         except (TypeError, ValueError, OverflowError) as error:  # of scikit-learn's checks
-            got = str(error).splitlines()[0]
-            raise DataError("X cannot be used", expected="finite numbers (N, D)", got=got, do="check X") from error
+            got, *rest = str(error).splitlines()
+            do = rest[-1] if rest else "check X, and numbers"  # where scikit-learn knows a remedy, it says it last
+            got = got.split(". Expected")[0].rstrip(":")
+            raise DataError("X cannot be used", expected="finite numbers (N, D)", got=got, do=do) from error
     best = max(found, key=lambda number: found[number].evidence_)
     return found[best], {number: mixture.evidence_ for number, mixture in found.items()}

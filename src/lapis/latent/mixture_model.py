@@ -130,39 +130,25 @@ class MixtureModel(LatentModel):
         white, logdet = self.whitening()
         dimensions = self.means.shape[1]
         total = torch.xlogy(n, self.weights).sum() - 0.5 * (n * (dimensions * math.log(2 * math.pi) + logdet)).sum()
-        scatter = self._scatter(sums)
+        around = scatter(sums, self.means, self.kind)
         if self.kind == "full":
-            total = total - 0.5 * torch.einsum("kde,kdf,kfe->", white, scatter, white)
+            total = total - 0.5 * torch.einsum("kde,kdf,kfe->", white, around, white)
         elif self.kind == "tied":
-            total = total - 0.5 * torch.einsum("de,df,fe->", white[0], scatter, white[0])
+            total = total - 0.5 * torch.einsum("de,df,fe->", white[0], around, white[0])
         else:
-            total = total - 0.5 * (white.square() * scatter).sum()
+            total = total - 0.5 * (white.square() * around).sum()
         return total + sums["labels"]
-
-    def _scatter(self, sums: Mapping[str, Tensor]) -> Tensor:
-        """sum_n r_nk (x - mu_k)(x - mu_k)^T: (K, D, D), (D, D) summed over k, or its diagonals (K, D)."""
-        n, first, second = sums["n"], sums["x"], sums["xx"]
-        if self.kind == "full":
-            cross = first[:, :, None] * self.means[:, None]
-            square = self.means[:, :, None] * self.means[:, None]
-            return second - cross - cross.mT + n[:, None, None] * square
-        if self.kind == "tied":
-            cross = first.mT @ self.means
-            return second - cross - cross.mT + (self.means.mT * n) @ self.means
-        return second - 2 * first * self.means + n[:, None] * self.means.square()
 
     def maximisation(self, expected: Expected) -> MixtureModel:
         sums = expected.statistics
         n = sums["n"]
         alive = n > NOBODY
         means = torch.where(alive[:, None], sums["x"] / n.clamp_min(NOBODY)[:, None], self.means)
-        moved = MixtureModel(n / n.sum(), means, self.covariances, self.kind, self.floor)
-        scatter = moved._scatter(sums)
-        covariances = floored(_covariances(scatter, n, self.kind), self.kind, self.floor)
+        covariances = floored(_covariances(scatter(sums, means, self.kind), n, self.kind), self.kind, self.floor)
         if self.kind != "tied":
             shape = (-1, *([1] * (covariances.dim() - 1)))
             covariances = torch.where(alive.reshape(shape), covariances, self.covariances)
-        return MixtureModel(moved.weights, means, covariances, self.kind, self.floor)
+        return MixtureModel(n / n.sum(), means, covariances, self.kind, self.floor)
 
     # acceleration --------------------------------------------------------------------------------------
 
@@ -218,13 +204,25 @@ def gathered(rows: Rows, r: Tensor, joint: Tensor, evidence: Tensor, kind: Covar
     return Expected(sums, entropy, float(len(x)))
 
 
-def _covariances(scatter: Tensor, n: Tensor, kind: Covariance) -> Tensor:
+def scatter(sums: Mapping[str, Tensor], means: Tensor, kind: Covariance) -> Tensor:
+    """sum_n r_nk (x - mu_k)(x - mu_k)^T: (K, D, D), (D, D) summed over k, or its diagonals (K, D)."""
+    n, first, second = sums["n"], sums["x"], sums["xx"]
+    if kind == "full":
+        cross = first[:, :, None] * means[:, None]
+        return second - cross - cross.mT + n[:, None, None] * means[:, :, None] * means[:, None]
+    if kind == "tied":
+        cross = first.mT @ means
+        return second - cross - cross.mT + (means.mT * n) @ means
+    return second - 2 * first * means + n[:, None] * means.square()
+
+
+def _covariances(around: Tensor, n: Tensor, kind: Covariance) -> Tensor:
     """Maximum-likelihood covariances, without the floor."""
     if kind == "tied":
-        return scatter / n.sum()
+        return around / n.sum()
     if kind == "full":
-        return scatter / n.clamp_min(NOBODY)[:, None, None]
-    variances = scatter / n.clamp_min(NOBODY)[:, None]
+        return around / n.clamp_min(NOBODY)[:, None, None]
+    variances = around / n.clamp_min(NOBODY)[:, None]
     return variances if kind == "diagonal" else variances.mean(1)
 
 
