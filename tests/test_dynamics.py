@@ -279,6 +279,10 @@ def test_bad_input_is_refused() -> None:
         LinearDynamics(**{**given, "C": torch.zeros(2, 2), "R": torch.zeros(2, 2)}).filter(normal(0, 3, 2))
     with pytest.raises(lapis.OptionError, match="no parameters"):
         LinearDynamics(2).smooth(normal(0, 3, 2))
+    with pytest.raises(lapis.DataError, match="overflow"):
+        LinearDynamics(1).fit([1e200, 0.0, 1.0])
+    with pytest.raises(lapis.DataError, match="never observed"):
+        LinearDynamics(1).fit([[[0.0, NAN], [1.0, NAN]]])
     with pytest.raises(lapis.OptionError, match="go on"):
         model.forecast(2)
     with pytest.raises(lapis.OptionError, match="states"):

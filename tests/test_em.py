@@ -167,6 +167,13 @@ def test_what_goes_wrong_is_said() -> None:
         em(lambda source: 3, data)  # type: ignore[type-var, arg-type, return-value]
     with pytest.raises(lapis.OptionError, match="accelerated"):
         em(start(), data, batch_size=5, accelerate=True)
+    model = TwoGaussians(*vars(start()).values())
+    for name, words in (("expectation", "an Expected"), ("maximisation", "a LatentModel"), ("log_joint", "log_joint")):
+        wrong = type("Wrong", (TwoGaussians,), {name: lambda self, data: None})
+        if name == "log_joint":
+            wrong = type("Wrong", (TwoGaussians,), {name: LatentModel.log_joint})
+        with pytest.raises(lapis.OptionError, match=words):
+            em(wrong(model.share, model.means), data)
     with pytest.raises(lapis.OptionError, match="bound"):
         em(Unbounded(**vars(start())), data, batch_size=5)
 

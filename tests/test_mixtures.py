@@ -294,6 +294,18 @@ def test_bad_input_is_said_and_degenerate_components_too() -> None:
             GaussianMixture(**options).fit(x)  # type: ignore[arg-type]
     with pytest.raises(lapis.DataError, match="start"):
         GaussianMixture(2, start=(np.ones(3), x[:3], np.ones(3))).fit(x)
+    weights, means, spread = np.full(2, 0.5), x[:2], np.stack([np.eye(3)] * 2)
+    for start in ((weights - 1, means, spread), (weights, means, -spread), (weights, means, np.triu(spread + 1))):
+        with pytest.raises(lapis.DataError, match="start is no mixture"):
+            GaussianMixture(2, start=start).fit(x)
+    with pytest.raises(lapis.DataError, match="overflow"):
+        GaussianMixture(2).fit(1e200 * x)
+    with pytest.raises(lapis.DataError, match=r"too far.* rows \[1\]"):
+        GaussianMixture(2).fit(x).predict_proba([[0, 0, 0], [1e200, 0, 0]])
+    with pytest.raises(lapis.DataError, match=r"reshape\(-1, 1\)"):
+        choose_components(x[:, 0])
+    with pytest.warns(lapis.LapisWarning, match=r"Columns \[0, 1\] are constant"):
+        BayesianGaussianMixture(2).fit(np.full((9, 2), 0.1))
     with pytest.warns(lapis.LapisWarning, match="constant"):
         GaussianMixture(2, "diagonal").fit(np.column_stack([x, np.ones(len(x))]))
     with pytest.warns(lapis.LapisWarning, match=r"Components \[3\] have no rows"):

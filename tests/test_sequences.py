@@ -215,6 +215,8 @@ def test_known_states_are_counted_and_fits_repeat() -> None:
     torch.testing.assert_close(model.transitions_, torch.tensor([[1 / 3, 2 / 3], [1.0, 0.0]], dtype=DOUBLE))
     again = HiddenMarkov(2).fit(sequence.tolist(), states.tolist())
     assert model.bounds_ == again.bounds_ == again.fit(sequence, states).bounds_
+    partly = [0.0, NAN, 1.0, -1.0, 1.0]
+    assert HiddenMarkov(2).fit(sequence, partly).bounds_ == HiddenMarkov(2).fit(sequence, [0, -1, 1, -1, 1]).bounds_
     found = emitted(model)
     assert isinstance(found, DiscreteEmissions)
     torch.testing.assert_close(found.probabilities, torch.tensor([[2 / 3, 1 / 3], [0.0, 1.0]], dtype=DOUBLE))
@@ -335,8 +337,18 @@ def test_bad_sequences_are_refused() -> None:
             model.viterbi(bad)
     with pytest.raises(lapis.DataError, match="label"):
         model.posterior([0, 1], [0, 2])
+    with pytest.raises(lapis.DataError, match="label"):
+        model.posterior([0, 1], [0.5, 1])
     with pytest.raises(lapis.DataError, match="Labels"):
         model.posterior([0, 1], [0])
+    with pytest.raises(lapis.DataError, match="not among"):
+        HiddenMarkov(2, symbols=2).fit([0, 1, 2])
+    with pytest.raises(lapis.DataError, match="overflow"):
+        HiddenMarkov(2, "gaussian").fit([1e200, 0.0, 1.0])
+    with pytest.raises(lapis.DataError, match=r"Columns \[1\] were never observed"):
+        HiddenMarkov(2, "gaussian", covariance="diagonal").fit([[[0.0, NAN], [1.0, NAN], [3.0, NAN]]])
+    with pytest.warns(lapis.LapisWarning, match=r"Columns \[1\] are constant"):
+        HiddenMarkov(2, "gaussian").fit([[[0.0, 0.1], [1.0, 0.1], [3.0, 0.1], [0.1, 0.1]]])
     with pytest.raises(lapis.DataError, match="width"):
         HiddenMarkov(2, "gaussian").fit([np.zeros((3, 2)), np.zeros((3, 1))])
     with pytest.raises(lapis.DataError, match="infinite"):

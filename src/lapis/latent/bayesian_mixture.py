@@ -5,9 +5,9 @@
     alpha_k = alpha_0 + N_k,  beta_k = beta_0 + N_k,  nu_k = nu_0 + N_k,  m_k = (beta_0 m_0 + sum_n r_nk x_n) / beta_k
     W_k^-1 = W_0^-1 + sum_n r_nk x_n x_n^T + beta_0 m_0 m_0^T - beta_k m_k m_k^T
 
-"tied" has one Wishart for all components, with the sums over k in nu and W^-1. "diagonal" has a Wishart of one dimension
-(a gamma distribution) for each dimension, and "spherical" one for all D of them: nu_k = nu_0 + D N_k. The bound is a lower
-bound of the evidence log p(x), which compares numbers of components; components that the data do not need fade out.
+"tied" has one Wishart for all components, with the sums over k in nu and W^-1. "diagonal" has a Wishart of one
+dimension (a gamma distribution) for each dimension, "spherical" one for all D of them: nu_k = nu_0 + D N_k. The bound
+is a lower bound of the evidence log p(x), which compares numbers of components; those that the data do not need fade.
 """
 
 from __future__ import annotations
@@ -218,8 +218,9 @@ class BayesianGaussianMixture(MixtureEstimator):
         covariance: "full", "tied" (one for all), "diagonal" or "spherical".
         concentration: of the Dirichlet prior of the weights; 1 / n_components when None.
         mean_strength: beta_0, rows that the prior mean, that of the data, counts for.
-        freedom: nu_0, what the prior covariance, that of the data, counts for: rows (spherical: D numbers a row); D (diagonal:
-            1) when None. Its variances are at least a millionth of the mean variance of the columns, in every direction.
+        freedom: nu_0, rows that the prior covariance, that of the data, counts for ("spherical": numbers, D a row); D
+            ("diagonal": 1) when None. Its variances are at least a millionth of the mean variance of the columns, in
+            every direction.
         rounds, tolerance, restarts, random_state, progress: as in `GaussianMixture`.
 
     Attributes:

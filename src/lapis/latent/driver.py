@@ -74,7 +74,10 @@ class LatentModel(ABC):
 
     def log_joint(self, expected: Expected) -> Tensor:
         """E_q[log p(y, z | theta)] (plus log prior of theta), 0-d; every model defines it, or `moved`."""
-        raise NotImplementedError(f"{type(self).__name__} must define log_joint, or moved")
+        raise OptionError(
+            "The model has no bound", expected="log_joint, or moved", got=f"neither in {type(self).__name__}",
+            do="define log_joint: E_q[log p(y, z | theta)] from the sums of the E-step",
+        )  # fmt: skip
 
     def bound(self, expected: Expected) -> float:
         """B(q, theta); the log likelihood if q is this model's own posterior."""
@@ -94,7 +97,10 @@ class LatentModel(ABC):
 
     def with_vector(self: Self, vector: Tensor) -> Self:
         """The model with these parameters; asked for only where `vector` offers them."""
-        raise NotImplementedError(f"{type(self).__name__} offers a vector, and must define with_vector")
+        raise OptionError(
+            "The model offers a vector", expected="with_vector beside it", got=f"none in {type(self).__name__}",
+            do="define with_vector: the model with the parameters of a vector",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -208,17 +214,17 @@ def _ascend(
     """E- and M-steps from one start until the bound hardly rises, or without one the parameters hardly move."""
     if model.moved() is not None:
         return _settle(model, data, rounds, tolerance, progress)
-    expected = model.expectation(data)
+    expected = _expectation(model, data)
     bounds = [_finite(model.bound(expected))]
     half_steps = [bounds[0]]
     done, gain = 0, math.inf
     for _ in track(range(rounds), model.title, rounds, progress):
         before = model
-        model = model.maximisation(expected)
+        model = _maximisation(model, expected)
         half_steps.append(model.bound(expected))
         if accelerate:
             model = _leap(before, model, data, half_steps[-1])
-        expected = model.expectation(data)
+        expected = _expectation(model, data)
         bounds.append(_finite(model.bound(expected)))
         half_steps.append(bounds[-1])
         done, gain = done + 1, bounds[-1] - bounds[-2]
@@ -239,7 +245,7 @@ def _settle(model: Model, data: Any, rounds: int, tolerance: float, progress: bo
     """E- and M-steps until the parameters hardly move."""
     moved, done = math.inf, 0
     for _ in track(range(rounds), model.title, rounds, progress):
-        model = model.maximisation(model.expectation(data))
+        model = _maximisation(model, _expectation(model, data))
         distance = model.moved()
         assert distance is not None
         moved, done = distance, done + 1
@@ -299,12 +305,12 @@ def _stochastic(
         estimate = 0.0
         for part in torch.split(order, batch_size):
             batch = [data[int(i)] for i in part] if isinstance(data, (list, tuple)) else data[part]
-            expected = model.expectation(batch)
+            expected = _expectation(model, batch)
             estimate += model.bound(expected)
             scaled = expected.scaled(total / len(part))
             rate = 1.0 if averaged is None else (2 + steps) ** -0.7
             averaged = scaled if averaged is None else averaged.scaled(1 - rate).plus(scaled.scaled(rate))
-            model = model.maximisation(averaged)
+            model = _maximisation(model, averaged)
             steps += 1
         bounds.append(_finite(estimate))
         if len(bounds) >= 6:
@@ -317,6 +323,26 @@ def _stochastic(
     told = f"raised the bound by {gain:.3g} nats" if len(bounds) >= 6 else "are too few to judge"
     reason = f"the last 3 of {len(bounds)} epochs {told}"
     return Fit(model, tuple(bounds), tuple(bounds), converged, reason, len(bounds))
+
+
+def _expectation(model: LatentModel, data: Any) -> Expected:
+    found = model.expectation(data)
+    if not isinstance(found, Expected):
+        raise OptionError(
+            f"The E-step of {type(model).__name__} gives no expectations", expected="an Expected", got=shown(found),
+            do="let expectation return Expected(statistics, entropy, count)",
+        )  # fmt: skip
+    return found
+
+
+def _maximisation(model: Model, expected: Expected) -> Model:
+    found = model.maximisation(expected)
+    if not isinstance(found, LatentModel):
+        raise OptionError(
+            f"The M-step of {type(model).__name__} gives no model", expected="a LatentModel", got=shown(found),
+            do="let maximisation return a new model",
+        )  # fmt: skip
+    return found
 
 
 def _rounding(expected: Expected) -> float:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.latent.driver import Fit, em
+from lapis.latent.floor import constant_columns
 from lapis.latent.mixture_model import Covariance, MixtureModel, Rows, floored, gathered
+from lapis.latent.sequences import of_moderate_size
 from lapis.options import UNREADABLE, check_positive, checked_tensor
 
 Array = NDArray[Any]
@@ -72,18 +74,19 @@ class MixtureEstimator(DensityMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self._check_options()
         array = validate_data(self, _plain(X), dtype=np.float64, ensure_min_samples=2)
         if len(array) < self.n_components:
-            raise ValueError(
-                f"n_samples={len(array)} is too few for {self.n_components} components; expected at least one row each"
+            raise ValueError(  # as scikit-learn's checks demand
+                f"n_samples={len(array)} is too few for {self.n_components} components. Expected: at least one row "
+                "each. Do: pass more rows, or ask for fewer components."
             )
         log_labels = _log_labels(labels, len(array), self.n_components)
         if y is not None and labels is None:
             log_labels = _by_position(y, len(array), self.n_components)
-        x = torch.tensor(array)
+        x = of_moderate_size(torch.tensor(array))
         centre = x.mean(0)
         rows = Rows(x - centre, log_labels)
         spread = float((x - centre).square().mean())
         floor = self.floor * spread if spread > 0 else self.floor
-        constant = _constant_columns(rows.x)
+        constant = constant_columns(x, "they say nothing about the components, and their variance is the floor")
         random = np.random.RandomState(None) if self.random_state is None else self.random_state
         source = torch.Generator().manual_seed(_seed(random))
 
@@ -117,23 +120,32 @@ class MixtureEstimator(DensityMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     def predict_proba(self, X: Any) -> Array:
         """p(component | row), (N, K)."""
-        return self._joints(self._new(X)).softmax(1).numpy()
+        return self._joints_of(X).softmax(1).numpy()
 
     def predict(self, X: Any) -> Array:
         """The most probable component of each row, (N,)."""
-        return self._joints(self._new(X)).argmax(1).numpy()
+        return self._joints_of(X).argmax(1).numpy()
 
     def score_samples(self, X: Any) -> Array:
         """log p(row), (N,)."""
-        return self._joints(self._new(X)).logsumexp(1).numpy()
+        return self._joints_of(X).logsumexp(1).numpy()
 
     def score(self, X: Any, y: Any = None) -> float:
         """Mean log p(row)."""
         return float(self.score_samples(X).mean())
 
-    def _new(self, X: Any) -> Tensor:
+    def _joints_of(self, X: Any) -> Tensor:
         check_is_fitted(self)
-        return torch.tensor(validate_data(self, _plain(X), dtype=np.float64, reset=False))
+        joints = self._joints(torch.tensor(validate_data(self, _plain(X), dtype=np.float64, reset=False)))
+        far = (~joints.amax(1).isfinite()).nonzero()[:, 0].tolist()
+        if far:
+            raise DataError(
+                "Rows are too far from every component",
+                expected="rows whose squared distances are numbers",
+                got=f"rows {far[:5]}, where they overflow",
+                do="check these rows",
+            )
+        return joints
 
     # checks --------------------------------------------------------------------------------------------
 
@@ -155,19 +167,6 @@ class MixtureEstimator(DensityMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     def _warn_of_collapse(self, model: Any) -> None:
         """Say which components have shrunk as far as they may."""
-
-
-def _constant_columns(x: Tensor) -> list[int]:
-    """Columns without any variance, with a warning if others have some."""
-    constant: list[int] = (x.abs().amax(0) == 0).nonzero()[:, 0].tolist()
-    if constant and len(constant) < x.shape[1]:
-        warnings.warn(
-            f"Columns {constant} are constant: they say nothing about the components, and their variance is the floor. "
-            "Leave them out.",
-            LapisWarning,
-            stacklevel=3,
-        )
-    return constant
 
 
 def _seed(random: Any) -> int:

@@ -7,8 +7,12 @@ maximisation, and the bound still never falls.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
+
+from lapis.errors import DataError, LapisWarning, users_level
 
 NOBODY = 1e-10
 """A component, or state, with less than this share of a row keeps its place."""
@@ -33,3 +37,19 @@ def raised(covariances: Tensor, least: Tensor, *, full: bool) -> Tensor:
     values, vectors = torch.linalg.eigh(scaled)
     found: Tensor = (vectors * torch.maximum(values, limit).unsqueeze(-2)) @ vectors.mT
     return found * unit * unit[:, None]
+
+
+def constant_columns(rows: Tensor, consequence: str) -> list[int]:
+    """Columns of rows (N, D) that have one value only, with a warning; NaN is missing."""
+    missing = rows.isnan()
+    low, high = torch.where(missing, torch.inf, rows).amin(0), torch.where(missing, -torch.inf, rows).amax(0)
+    never: list[int] = (low > high).nonzero()[:, 0].tolist()
+    if never:
+        raise DataError(
+            f"Columns {never} were never observed", expected="at least one number in each", got="NaN only",
+            do="leave them out",
+        )  # fmt: skip
+    found: list[int] = (low == high).nonzero()[:, 0].tolist() if len(rows) > 1 else []
+    if found:
+        warnings.warn(f"Columns {found} are constant: {consequence}.", LapisWarning, stacklevel=users_level())
+    return found

@@ -89,6 +89,14 @@ class GaussianMixture(MixtureEstimator):
                     got=str(tuple(got.shape)),
                     do="pass start=(weights, means, covariances)",
                 )
+        matrices = self.covariance in ("full", "tied")
+        proper = torch.linalg.eigvalsh(covariances) >= -1e-9 * covariances.abs().max() if matrices else covariances >= 0
+        symmetric = not matrices or torch.allclose(covariances, covariances.mT, rtol=1e-5, atol=1e-8)
+        if not symmetric or not bool(proper.all() & (weights >= 0).all() & (weights.sum() > 0)):
+            raise DataError(
+                "The start is no mixture", expected="weights and variances that are not negative, symmetric matrices",
+                got="others", do="check the values",
+            )  # fmt: skip
         raised = floored(covariances, self.covariance, floor)
         return MixtureModel(weights / weights.sum(), means - centre, raised, self.covariance, floor)
 

@@ -51,6 +51,18 @@ def as_real(value: Any) -> Tensor:
     return array
 
 
+def of_moderate_size(x: Tensor) -> Tensor:
+    """x, or an error if sums of its squares overflow; NaN is missing."""
+    limit = (torch.finfo(x.dtype).max / (16 * max(x.numel(), 1))) ** 0.5
+    largest = float(x.detach().nan_to_num().abs().max()) if x.numel() else 0.0
+    if largest > limit:
+        raise DataError(
+            "Numbers are so large that their squares overflow", expected=f"at most {limit:.2g}", got=f"{largest:.2g}",
+            do="rescale the data",
+        )  # fmt: skip
+    return x
+
+
 def _one(array: Tensor) -> Tensor:
     if array.dim() not in (1, 2) or not array.numel():
         raise _refusal(array)

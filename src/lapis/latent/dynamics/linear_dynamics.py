@@ -14,7 +14,7 @@ from lapis.latent.driver import em
 from lapis.latent.dynamics.kalman import NAMES, Filtered, Series, System, kalman_filter, predict, smoother
 from lapis.latent.dynamics.model import DynamicsModel
 from lapis.latent.dynamics.starts import FLOOR, of_data, of_known_dynamics, smallest_noise
-from lapis.latent.sequences import as_sequences
+from lapis.latent.sequences import as_sequences, of_moderate_size
 from lapis.options import check_arguments, check_between, checked_tensor, shown
 
 DOUBLE = torch.float64
@@ -297,6 +297,7 @@ class LinearDynamics:
             raise DataError("An observation is infinite", expected="numbers, or NaN", got="inf", do="check the data")
         if all(bool(row.isnan().all()) for row in rows):
             raise DataError("Nothing was observed", expected="numbers", got="NaN only", do="check the data")
+        of_moderate_size(torch.cat(rows))
         lengths = tuple(len(row) for row in rows)
         y = rows[0].new_full((len(rows), max(lengths), rows[0].shape[1]), torch.nan)
         for b, row in enumerate(rows):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
-from lapis.errors import LapisWarning
 from lapis.latent.dynamics.kalman import Series
+from lapis.latent.floor import constant_columns
 
 FLOOR = 1e-10
 """Smallest variance of a noise: of an observed column relative to the column's, of a state to where EM starts."""
@@ -16,14 +14,7 @@ FLOOR = 1e-10
 
 def smallest_noise(series: Series) -> Tensor:
     """Smallest variances of R, (D,), with a warning of columns that are constant."""
-    gaps = torch.where(series.seen, series.y - _mean(series), 0.0)
-    constant = (gaps.abs().amax((0, 1)) == 0).nonzero()[:, 0].tolist()
-    if constant and series.y.shape[1] > 1:
-        warnings.warn(
-            f"Columns {constant} of the observations are constant: the noise found there is as small as it may be.",
-            LapisWarning,
-            stacklevel=3,
-        )
+    constant_columns(series.y.flatten(0, 1), "the noise found there is as small as it may be")
     return FLOOR * _variances(series)
 
 

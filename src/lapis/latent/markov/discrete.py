@@ -31,15 +31,7 @@ class DiscreteEmissions(Emissions):
         return len(self.probabilities)
 
     def read(self, rows: Tensor) -> Tensor:
-        symbols = read_symbols(rows)
-        if int(symbols.max()) >= self.probabilities.shape[1]:
-            raise DataError(
-                "A symbol is not among those that states emit",
-                expected=f"0 to {self.probabilities.shape[1] - 1}",
-                got=str(int(symbols.max())),
-                do="fit with symbols= as many as there are",
-            )
-        return symbols
+        return among(read_symbols(rows), self.probabilities.shape[1])
 
     def log_densities(self, rows: Tensor) -> Tensor:
         picked = self.probabilities.mT[rows.clamp(min=0)]
@@ -58,6 +50,18 @@ class DiscreteEmissions(Emissions):
 
     def to(self, dtype: torch.dtype) -> DiscreteEmissions:
         return DiscreteEmissions(self.probabilities.to(dtype))
+
+
+def among(symbols: Tensor, count: int) -> Tensor:
+    """Symbols, or an error if one is not below this number of them."""
+    if int(symbols.max()) >= count:
+        raise DataError(
+            "A symbol is not among those that states emit",
+            expected=f"0 to {count - 1}",
+            got=str(int(symbols.max())),
+            do="fit with symbols= as many as there are",
+        )
+    return symbols
 
 
 def read_symbols(rows: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lapis.errors import DataError
 from lapis.latent.floor import NOBODY, raised
 from lapis.latent.markov.emissions import Emissions, Sums, whole_rows_missing
+from lapis.latent.sequences import of_moderate_size
 from lapis.options import check_arguments, checked_numbers, checked_tensor, shown
 
 CHUNK = 2**16
@@ -64,7 +65,7 @@ class GaussianEmissions(Emissions):
 
     def read(self, rows: Tensor) -> Tensor:
         width = self.means.shape[1]
-        rows = read_vectors(rows).to(self.means)
+        rows = read_vectors(rows, self.means.dtype).to(self.means)
         if rows.shape[1] != width:
             raise DataError(
                 "Bad observations", expected=f"{width} columns", got=f"{rows.shape[1]}", do="check the data"
@@ -150,11 +151,11 @@ class GaussianEmissions(Emissions):
         return GaussianEmissions(self.means.to(dtype), self.covariances.to(dtype))
 
 
-def read_vectors(rows: Tensor) -> Tensor:
+def read_vectors(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows (N, D) of numbers or NaN."""
     rows = rows if rows.dim() == 2 else rows[:, None]
     if bool(rows.isinf().any()):
         raise DataError(
             "An observation is infinite", expected="numbers, or NaN where missing", got="inf", do="check the data"
         )
-    return rows
+    return of_moderate_size(rows.to(dtype))

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from lapis.errors import DataError, OptionError
 from lapis.latent.driver import em
-from lapis.latent.markov.discrete import read_symbols
-from lapis.latent.markov.emissions import Emissions, check_distributions
+from lapis.latent.floor import constant_columns
+from lapis.latent.markov.discrete import among, read_symbols
+from lapis.latent.markov.emissions import Emissions, check_distributions, whole_rows_missing
 from lapis.latent.markov.gaussian import GaussianEmissions, read_vectors
 from lapis.latent.markov.model import MarkovModel, Observed
 from lapis.latent.markov.network import NetworkEmissions
@@ -117,7 +118,7 @@ class HiddenMarkov:
 
         Args:
             sequences: one, or a list.
-            labels: states that are known, like `sequences`: whole numbers (T,), -1 where unknown.
+            labels: states that are known, like `sequences`: whole numbers (T,), -1 (or NaN) where unknown.
             rounds: at most this many rounds of EM from each start.
             tolerance: EM ends when a round raises the bound by less than this many nats a step of the sequences.
             restarts: starts, of which the best is kept; by default 3, or 1 if nothing is left to chance.
@@ -192,6 +193,8 @@ class HiddenMarkov:
                 got=f"{int(seen.sum())}",
                 do="pass more, or ask for fewer states",
             )
+        if self.kind == "gaussian" or isinstance(self._given[2], GaussianEmissions):
+            constant_columns(data.rows, "they say nothing about the states, and their variance is the floor")
 
     def _observed(
         self, sequences: Any, labels: Any, emissions: Emissions | None, dtype: torch.dtype
@@ -208,7 +211,9 @@ class HiddenMarkov:
         if emissions is not None:
             rows = emissions.to(dtype).read(rows)
         else:
-            rows = read_symbols(rows) if self.kind == "discrete" else read_vectors(rows).to(dtype)
+            rows = read_symbols(rows) if self.kind == "discrete" else read_vectors(rows, dtype)
+            if self.kind == "gaussian" and self.covariance == "full":
+                whole_rows_missing(rows)
         states = None if labels is None else self._states(labels, lengths, alone)
         return Observed(rows, lengths, states), alone
 
@@ -221,7 +226,8 @@ class HiddenMarkov:
                 got=f"{len(parts)} of lengths {[len(part) for part in parts][:5]}", do="pass -1 where unknown",
             )  # fmt: skip
         states = torch.cat(parts)
-        if states.is_floating_point() or not bool(((states >= -1) & (states < self.n_states)).all()):
+        states = torch.where(states.isnan(), -1, states)
+        if not bool(((states >= -1) & (states < self.n_states) & (states == states.long())).all()):
             raise DataError(
                 "A label is no state", expected=f"whole numbers 0 to {self.n_states - 1}, or -1", got=shown(states),
                 do="number the states",
@@ -235,11 +241,9 @@ class HiddenMarkov:
         steps = random_transitions(states, source) if transitions is None else transitions.to(DOUBLE)
         if given is None and self.kind == "discrete":
             count = max(int(data.rows.max()) + 1, 1) if self.symbols is None else self.symbols
-            emissions: Emissions = random_symbols(data.rows, data.states, states, count, source)
-            emissions.read(data.rows.clamp_min(0))  # those that are missing are -1
+            emissions: Emissions = random_symbols(among(data.rows, count), data.states, states, count, source)
         elif given is None:
             emissions = clustered(data.rows, data.states, states, self.covariance == "diagonal", self.floor, source)
-            emissions.read(data.rows)
         elif isinstance(given, GaussianEmissions):
             emissions = given.to(DOUBLE).with_least(*smallest_variances(data.rows, self.floor))
         else:

@@ -93,7 +93,8 @@ class MarkovModel(LatentModel):
             f"Sequence {number} has probability zero",
             expected="observations (and known states) that some path of states can produce",
             got=f"none that reaches step {step}",
-            do="check the sequence, or fit with pseudo_count > 0",
+            do="check the sequence, or "
+            + ("start from probabilities above zero" if self.pseudo_count else "fit with pseudo_count > 0"),
         )
 
     def expectation(self, data: Observed) -> Expected:
