@@ -150,7 +150,9 @@ class StraightThrough:
                 p.clamp_(-1, 1)
 
 
-def optimiser_of(column: str, model: nn.Module, rate: float, precision: float, size: int, seed: int) -> Any:
+def optimiser_of(
+    column: str, model: nn.Module, rate: float, precision: float, size: int, seed: int, **options: Any
+) -> Any:
     source = torch.Generator().manual_seed(seed)
     decay = precision / size
     if column == "SGD":
@@ -161,19 +163,26 @@ def optimiser_of(column: str, model: nn.Module, rate: float, precision: float, s
         return StraightThrough(model.parameters(), rate)
     if column == "BayesBiNN":
         return lapis.optim.BayesBiNN(model.parameters(), lr=rate, data_size=size, generator=source)
-    common: dict[str, Any] = {"lr": rate, "data_size": size, "prior_precision": precision, "generator": source}
+    common = {"lr": rate, "data_size": size, "prior_precision": precision, "generator": source, **options}
     if column == "VOGN":
         return lapis.optim.VOGN(model, **common)
     return lapis.optim.IVON(model.parameters(), **common)
 
 
 def trained(
-    make: Callable[[], nn.Module], data: Images, column: str, rate: float, precision: float, epochs: int, seed: int
+    make: Callable[[], nn.Module],
+    data: Images,
+    column: str,
+    rate: float,
+    precision: float,
+    epochs: int,
+    seed: int,
+    **options: Any,
 ) -> Trained:
     torch.manual_seed(seed)
     model = make()
     (x, y), (x_held, y_held) = data.standardised(data.train), data.standardised(data.validation)
-    optimiser = optimiser_of(column, model, rate, precision, len(x), seed)
+    optimiser = optimiser_of(column, model, rate, precision, len(x), seed, **options)
     steps = epochs * -(-len(x) // BATCH)
     inner = optimiser.adam if isinstance(optimiser, StraightThrough) else optimiser
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, steps)

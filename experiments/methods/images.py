@@ -28,17 +28,17 @@ class Images:
         return self.standard(part[0]), part[1]
 
 
-def stored(name: str, other: str, seed: int, train: int, test: int) -> Images:
-    """Random subsets of a data set in files; unknown inputs are of another one."""
+def stored(name: str, other: str, seed: int, train: int, test: int, held: int = 500) -> Images:
+    """Random subsets of a data set in files, `held` of them for validation; unknown inputs are of another one."""
     generator = torch.Generator().manual_seed(seed)
     x, y = pixels_of(name, "train")
     drawn = torch.randperm(len(y), generator=generator)
-    fitted, held = drawn[:train], drawn[train : train + 500]
+    fitted, kept = drawn[:train], drawn[train : train + held]
     x_test, y_test = pixels_of(name, "test")
     tested = torch.randperm(len(y_test), generator=generator)[:test]
     strange, _ = pixels_of(other, "test")
     strange = strange[torch.randperm(len(strange), generator=generator)[:test]]
-    return Images((x[fitted], y[fitted]), (x[held], y[held]), (x_test[tested], y_test[tested]), strange)
+    return Images((x[fitted], y[fitted]), (x[kept], y[kept]), (x_test[tested], y_test[tested]), strange)
 
 
 def small_digits(seed: int, train: int = 300) -> Images:
