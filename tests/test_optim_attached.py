@@ -91,6 +91,13 @@ def _fail(gradient: Tensor) -> None:
     raise RuntimeError("in the backward pass")
 
 
+def trainer(lightning: Any, folder: Path, **options: Any) -> Any:
+    return lightning.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, **options,
+    )  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_trains_unmodified(tmp_path: Path) -> None:
     """Its Trainer passes a closure to step: the same steps as a loop of one's own."""
@@ -112,11 +119,7 @@ def test_lightning_trains_unmodified(tmp_path: Path) -> None:
             optimiser = IVON(self.model.parameters(), data_size=N)
             return [optimiser], [torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 3)]
 
-    trainer = lightning.Trainer(
-        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(Module(), DataLoader(TensorDataset(x, y), 20))
+    trainer(lightning, tmp_path).fit(Module(), DataLoader(TensorDataset(x, y), 20))
     other = IVON(twin.parameters(), data_size=N)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(other, 3)
     for _ in range(3):
@@ -132,6 +135,48 @@ def test_lightning_trains_unmodified(tmp_path: Path) -> None:
         schedule.step()
     for one, two in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["IVON", "VOGN"])
+def test_lightning_accumulates_draws_of_an_attached_network(tmp_path: Path, kind: str) -> None:
+    """Micro-batches before the closure are draws of their own; without `attach` they would be at the mean: refused."""
+    lightning = pytest.importorskip("lightning")
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model, x, y = problem()
+    twin = copy.deepcopy(model)
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self, attached: bool) -> None:
+            super().__init__()
+            self.model, self.attached = model, attached
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return F.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            optimiser = optimiser_of(kind, self.model)
+            if self.attached:
+                optimiser.attach(self.model)
+            return optimiser
+
+    loader = DataLoader(TensorDataset(x, y), 10)
+    with pytest.raises(OptionError, match="computed at the mean"):
+        trainer(lightning, tmp_path, accumulate_grad_batches=2).fit(Module(False), loader)
+    model.load_state_dict(twin.state_dict())
+    model.zero_grad()
+    trainer(lightning, tmp_path, accumulate_grad_batches=2).fit(Module(True), loader)
+    other = optimiser_of(kind, twin)
+    for _ in range(3):
+        for start in (0, 20):
+            other.zero_grad()
+            for part in (slice(start, start + 10), slice(start + 10, start + 20)):
+                with other.sampled():
+                    (F.cross_entropy(twin(x[part]), y[part]) / 2).backward()
+            other.step()
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore")

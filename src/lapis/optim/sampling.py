@@ -68,10 +68,15 @@ class SamplingOptimizer(Optimizer):
         """Examples behind the statistics, where a class counts them."""
         self._contexts = 0
         """Draws that have been differentiated within `sampled()` since the last step."""
+        self._spent: dict[Tensor, _Mark] = {}
+        """Gradients that the last step has used, or that are older than the optimiser."""
+        self._cleared = False
+        """Whether the present closure has called `zero_grad`."""
         self._means: dict[Tensor, Tensor] | None = None
         """The means, while the weights are a draw."""
         self._attached: Attached | None = None
         super().__init__(checked_parameters(params), defaults)
+        self._spent = {p: _Mark(p.grad) for p in self._trainable() if p.grad is not None}
 
     # to be implemented by each class ---------------------------------------------------------------
 
@@ -126,6 +131,10 @@ class SamplingOptimizer(Optimizer):
             if self._contexts:
                 own = {p: g - earlier[p] if p in earlier and marks[p].same(g) else g for p, g in own.items()}
             statistics, examples = self._statistics(own)
+        self._see(statistics, examples)
+
+    def _see(self, statistics: Statistics, examples: float) -> None:
+        """Count what draws have told."""
         for p, value in statistics.items():
             self._seen[p] = self._seen[p] + value if p in self._seen else value
         self._examples += examples
@@ -199,11 +208,32 @@ class SamplingOptimizer(Optimizer):
                 self._average_over_ranks(self._ranks)
             self._update()
         self._forget()
+        self._spent = self._marks()
         return loss
 
     def _run(self, closure: Callable[[], Any]) -> Any:
-        """Draw, call the closure and average, `draws` times."""
+        """Draw, call the closure and average, `draws` times; earlier contexts count too, unless the closure clears."""
+        earlier = dict(self._gradients()) if self._contexts else {}
+        for p in earlier:
+            p.grad = None
+        try:
+            losses, statistics, examples = self._averaged(closure)
+        finally:
+            if self._contexts:  # not cleared: gradients add up
+                for p, gradient in earlier.items():
+                    p.grad = gradient if p.grad is None else p.grad + gradient
+        self._see(statistics, examples)
+        if self.draws == 1:
+            return losses[0]
+        if any(loss is None for loss in losses):
+            return None
+        return sum(loss.detach() if isinstance(loss, Tensor) else loss for loss in losses) / self.draws
+
+    def _averaged(self, closure: Callable[[], Any]) -> tuple[list[Any], Statistics, float]:
+        """Losses of all draws, means of their statistics and examples; the mean of their gradients stays in `.grad`."""
         losses, totals, gradients, examples = [], Statistics(), Statistics(), 0.0
+        strays = {p for p, gradient in self._gradients() if not self._spent.get(p, _never)(gradient)}
+        self._cleared = False
         for _ in range(self.draws):
             marks = self._marks()
             with self._drawn():
@@ -217,11 +247,17 @@ class SamplingOptimizer(Optimizer):
                         got="no new gradient in any parameter",
                         do="call loss.backward() in the closure",
                     )
+                if not self._cleared and any(marks[p].same(own[p]) for p in strays & marks.keys() & own.keys()):
+                    raise OptionError(
+                        "The closure added to gradients that were computed at the mean",
+                        expected="gradients at drawn weights only",
+                        got="gradients from outside of sampled() and step(closure), which the closure did not clear",
+                        do="call optimiser.zero_grad() in the closure, or optimiser.attach(model) to accumulate draws",
+                    )
                 statistics, seen = self._statistics(own)
             examples += seen / self.draws
             if self.draws == 1:
-                totals = statistics
-                break
+                return losses, statistics, examples
             for p, gradient in own.items():
                 gradients[p] = (
                     gradients[p].add_(gradient, alpha=1 / self.draws) if p in gradients else gradient / self.draws
@@ -231,16 +267,12 @@ class SamplingOptimizer(Optimizer):
                 totals[p] = totals[p].add_(value, alpha=1 / self.draws) if p in totals else value / self.draws
         for p, gradient in gradients.items():
             p.grad = gradient
-        self._seen, self._examples = totals, examples
-        if self.draws == 1:
-            return losses[0]
-        if any(loss is None for loss in losses):
-            return None
-        return sum(loss.detach() if isinstance(loss, Tensor) else loss for loss in losses) / self.draws
+        return losses, totals, examples
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and what draws since the last step have told about the curvature."""
         super().zero_grad(set_to_none)
+        self._cleared = True
         self._forget()
 
     def _forget(self) -> None:
@@ -338,7 +370,7 @@ class SamplingOptimizer(Optimizer):
             name: self.__dict__[name]
             for name in ("draws", "_ranks", "_checked_ranks", "_noise", "_seen", "_examples", "_contexts", "_means")
         }
-        return {**super().__getstate__(), **own, "_attached": None}
+        return {**super().__getstate__(), **own, "_attached": None, "_spent": {}, "_cleared": False}
 
 
 class _Mark:
