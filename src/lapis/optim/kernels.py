@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
 
 from lapis.curvature.recording.functions import RULES, bind
 from lapis.curvature.recording.patches import KernelGradients, convolution_options
@@ -47,20 +46,15 @@ class _Convolution(Function):
         return of_x, of_weight if offered is None else offered.reshape(weight.shape), of_bias, None
 
 
-class OfferedGradients(TorchFunctionMode):
-    """Within this mode, convolutions by trainable weights take a weight gradient that is offered to them."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in CONVOLUTIONS and torch.is_grad_enabled():
-            arguments = bind(RULES[func][0], args, kwargs)
-            x, weight, bias = (arguments[name] for name in ("input", "weight", "bias"))
-            if _plain(x, weight, bias) and KernelGradients.possible(x, weight, arguments):
-                options = (*convolution_options(tuple(weight.shape[2:]), arguments), arguments["groups"])
-                return _Convolution.apply(x, weight, bias, options)  # type: ignore[no-untyped-call]
-        return func(*args, **kwargs)
+def with_offers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """func(*args, **kwargs); a convolution by trainable weights will take a weight gradient that is offered to it."""
+    if func in CONVOLUTIONS and torch.is_grad_enabled():
+        arguments = bind(RULES[func][0], args, kwargs)
+        x, weight, bias = (arguments[name] for name in ("input", "weight", "bias"))
+        if _plain(x, weight, bias) and KernelGradients.possible(x, weight, arguments):
+            options = (*convolution_options(tuple(weight.shape[2:]), arguments), arguments["groups"])
+            return _Convolution.apply(x, weight, bias, options)  # type: ignore[no-untyped-call]
+    return func(*args, **kwargs)
 
 
 def _plain(x: Any, weight: Any, bias: Any) -> bool:

@@ -36,7 +36,7 @@ from lapis.curvature.recording.sites import Site
 from lapis.curvature.tape import Tape
 from lapis.errors import ModelError
 from lapis.network import Network
-from lapis.optim.kernels import OfferedGradients, offer, takes_offer
+from lapis.optim.kernels import offer, takes_offer, with_offers
 from lapis.optim.sampling import state_dtype
 from lapis.proofs import rounding
 
@@ -58,6 +58,8 @@ class _Pass:
     uses: dict[int, list[Use]] = field(default_factory=dict)
     calls_of: dict[int, list[int]] = field(default_factory=dict)
     """Calls that use a site's weights, by the site's index; those of finished sites are taken out."""
+    sites_of: dict[int, list[int]] = field(default_factory=dict)
+    """Sites that wait for a call, by the call's id."""
     waiting: dict[int, set[int]] = field(default_factory=dict)
     """Calls of a site whose gradient has not arrived."""
     reached: bool = False
@@ -156,8 +158,9 @@ class Squares:
         inputs = _inputs(module, args, kwargs)
         tape = self._tape(inputs)
         stack = ExitStack()
-        stack.enter_context(OfferedGradients())  # below the listener, which sees the convolutions first
-        self._open = (stack, stack.enter_context(tape.listening()), tape, batch_length(inputs))
+        listener = stack.enter_context(tape.listening())
+        listener.call = with_offers
+        self._open = (stack, listener, tape, batch_length(inputs))
 
     def _tape(self, inputs: Inputs) -> Tape:
         key = tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors_in(inputs))
@@ -195,12 +198,16 @@ class Squares:
         self._passes.append(current)
         for call, axis in zip(calls, axes or [None] * len(calls), strict=True):
             current.calls[id(call)], current.axes[id(call)] = call, axis
+        users: dict[tuple[str, int, int], list[int]] = {}
+        for call in calls:
+            for slot in call.slots.values():
+                users.setdefault(slot.rows, []).append(id(call))
         for index, site in enumerate(sites):
-            wanted = {slot.rows for slot in site.slots}
-            found = [id(call) for call in calls if not wanted.isdisjoint(slot.rows for slot in call.slots.values())]
+            found = list(dict.fromkeys(key for slot in site.slots for key in users.get(slot.rows, ())))
             current.calls_of[index], current.waiting[index] = found, set(found)
-        needed = {key for found in current.calls_of.values() for key in found}
-        for key in needed:
+            for key in found:
+                current.sites_of.setdefault(key, []).append(index)
+        for key in current.sites_of:
             edge = current.calls[key].edge
             edge.node.register_prehook(partial(self._arrived, current, key, edge.output_nr))
         trace = (tuple(call.key for call in calls), tuple(tuple(call.output_shape[1:]) for call in calls))
@@ -258,9 +265,9 @@ class Squares:
         with torch.no_grad():
             current.rounding = max(current.rounding, rounding(gradient.dtype))
             current.gradients[key] = gradient.detach().to(self._general.dtype)[None]
-            for index, waiting in list(current.waiting.items()):
-                waiting.discard(key)
-                if key in current.calls_of[index] and not waiting:
+            for index in list(current.sites_of[key]):
+                current.waiting[index].discard(key)
+                if not current.waiting[index]:
                     self._finish(current, index)
 
     def _finish(self, current: _Pass, index: int) -> None:
@@ -286,9 +293,10 @@ class Squares:
             if current.coefficients is not None and current.claims is not None:
                 claim = found.gradient(current.coefficients.to(found.dtype)).reshape(site.shape)
                 site.scatter(claim.to(current.claims.dtype), current.claims, self.network)
-        still = {key for others in current.calls_of.values() for key in others}
-        for key in set(keys) - still:
-            del current.calls[key], current.gradients[key], current.uses[key]
+        for key in keys:
+            current.sites_of[key].remove(index)
+            if not current.sites_of[key]:
+                del current.calls[key], current.gradients[key], current.uses[key]
 
     @staticmethod
     def _add(found: Contribution, total: Tensor, node: Any) -> None:
@@ -297,12 +305,14 @@ class Squares:
             found.add_square_sum(total)
             return
         weights = total[..., : total.shape[-1] - int(found.bias)]
-        gradient = torch.zeros_like(weights)
+        gradient, squares = total.new_zeros(2, weights.numel())
         for _, _, jacobian, column in found.pieces():
-            gradient += jacobian.sum((0, 2))
-            weights += jacobian.square_().sum((0, 2))
+            own, ones = jacobian.reshape(len(jacobian), -1), total.new_ones(len(jacobian))
+            gradient.addmv_(own.mT, ones)
+            squares.addmv_(own.square_().mT, ones)  # of a piece that is still in the cache
             if found.bias:
                 total[..., -1] += column.square().sum((0, 2))
+        weights += squares.view(weights.shape)
         offer(node, gradient)
 
     def _uses(self, call: Call, axis: BatchAxis | None) -> list[Use]:

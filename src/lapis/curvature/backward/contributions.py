@@ -21,6 +21,9 @@ from lapis.curvature.moments import add_half_gram
 CHUNK_BYTES = 16 * 2**20
 """Largest explicit piece of a Jacobian held while contracting it; about the size of a last-level cache."""
 
+KERNEL_BYTES = 2**21
+"""The same for kernels' gradients from torch's convolutions: about a core's own cache, from which they are summed."""
+
 SMALL_ENTRIES = 2**16
 """Up to this many entries of g, squaring a copy is faster than adding squares seed by seed."""
 
@@ -71,7 +74,11 @@ class Outer:
         return jacobian.reshape(batch, groups, seeds, outputs, -1).permute(2, 0, 1, 3, 4).reshape(seeds, batch, -1)
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """J in pieces that fit the cache: (examples, outputs, J as (b, K, M, o, I), its bias column (b, K, M, o))."""
+        """J in pieces that fit the cache: (examples, outputs, J as (b, K, M, o, I), its bias column (b, K, M, o)).
+
+        Without a bias there is no column: an empty tensor.
+        """
+        none = self.g.new_empty(0)
         groups, seeds, batch, positions, outputs = self.g.shape
         if self.direct is not None:
             jacobian_of, step = self.direct
@@ -81,7 +88,7 @@ class Outer:
                     examples,
                     slice(0, outputs),
                     jacobian_of(examples),
-                    self.g[:, :, examples].sum(3).permute(2, 0, 1, 3),
+                    self.g[:, :, examples].sum(3).permute(2, 0, 1, 3) if self.bias else none,
                 )
             return
         every = self.inputs()
@@ -96,7 +103,7 @@ class Outer:
                 chosen = slice(o, min(o + o_step, outputs))
                 g = self.g[:, :, examples, :, chosen].permute(2, 0, 1, 4, 3)
                 jacobian = torch.bmm(g.reshape(a.shape[0], -1, positions), a)
-                yield examples, chosen, jacobian.reshape(*g.shape[:-1], inputs), g.sum(-1)
+                yield examples, chosen, jacobian.reshape(*g.shape[:-1], inputs), g.sum(-1) if self.bias else none
 
     def add_square_sum(self, total: Tensor) -> None:
         """Add the sum over examples and seeds of J^2 to `total` (K, O, I)."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Inputs
-from lapis.curvature.backward.contributions import CHUNK_BYTES, Contribution, Lookup, Outer, Rows
+from lapis.curvature.backward.contributions import CHUNK_BYTES, KERNEL_BYTES, Contribution, Lookup, Outer, Rows
 from lapis.curvature.backward.entries import Entries
 from lapis.curvature.backward.gradients import Gradients
 from lapis.curvature.backward.per_example import PerExample
@@ -165,10 +165,10 @@ class Record:
         kernels = use.kernels
         if kernels is None or others or site.weight is None:
             return None
-        fitting = CHUNK_BYTES // (len(raw) * kernels.weight.numel() * raw.element_size())
-        if not fitting or not self.proofs.holds(GROUPED_GRADIENTS, kernels.key, lambda: kernels.agrees(raw)):
+        size = len(raw) * kernels.weight.numel() * raw.element_size()
+        if size > CHUNK_BYTES or not self.proofs.holds(GROUPED_GRADIENTS, kernels.key, lambda: kernels.agrees(raw)):
             return None
-        return partial(kernels.of, raw), fitting
+        return partial(kernels.of, raw), max(1, KERNEL_BYTES // size)
 
     @staticmethod
     def _lookup(uses: list[tuple[LookupUse, Tensor]]) -> Lookup:

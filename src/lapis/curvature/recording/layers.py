@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lapis.curvature.recording.batch_axis import BatchAxis
@@ -214,11 +215,11 @@ def embedding(call: Call, axis: BatchAxis) -> list[Use]:
     ]
 
 
-def _broadcast_rows(slot: Slot, shape: torch.Size, axis: BatchAxis, factor: Tensor | None) -> RowsUse:
+def _broadcast_rows(slot: Slot, shape: torch.Size, axis: BatchAxis, factor: Callable[[], Tensor] | None) -> RowsUse:
     """A parameter of `shape`, broadcast against the output and multiplied there by `factor` (or one)."""
 
     def rows(raw: Tensor) -> Tensor:
-        product = raw if factor is None else raw * factor
+        product = raw if factor is None else raw * factor()
         aligned = (1,) * (product.dim() - 1 - len(shape)) + tuple(shape)
         kept = (*aligned[: axis.dim], 1, 1, *aligned[axis.dim + 1 :])
         summed = [2 + dim for dim, length in enumerate(kept) if length == 1]
@@ -241,41 +242,73 @@ def broadcast(call: Call, axis: BatchAxis) -> list[Use]:
         own_dim = axis.dim - (len(call.output_shape) - len(shape))  # the parameter's axis along the examples
         if own_dim >= 0 and shape[own_dim] != 1:
             return []
-        factor = call.probe.detach() if call.function in _PRODUCTS else None
-        uses.append(_broadcast_rows(slot, shape, axis, factor))
+        uses.append(_broadcast_rows(slot, shape, axis, call.probe.detach if call.function in _PRODUCTS else None))
     return uses if len(uses) == 1 else []
 
 
 def _norm(call: Call, axis: BatchAxis, trailing: int) -> list[Use]:
     """Weights multiply the normalised input; `trailing` axes of length one follow them."""
-    with torch.no_grad():
+    statistics = _batch_statistics(call)
+
+    @cache
+    def normalised() -> Tensor:
         bare: dict[str, Any] = {name: None for name in ("weight", "bias") if name in call.arguments}
-        if (statistics := _batch_statistics(call)) is not None:
-            bare |= statistics
+        if statistics is not None:
+            mean, inverse = statistics
+            variance = inverse**-2 - call.arguments["eps"]
+            bare |= {"training": False, "running_mean": mean, "running_var": variance}
         elif call.arguments.get("training") or call.arguments.get("use_input_stats"):
             bare |= {"running_mean": None, "running_var": None}  # statistics of the batch; running ones are not moved
-        normalised = call.function(**{**call.arguments, **bare})
-    return [
-        _broadcast_rows(
-            slot,
-            torch.Size((*call.arguments[name].shape, *(1,) * trailing)),
-            axis,
-            normalised if name == "weight" else None,
-        )
-        for name, slot in call.slots.items()
-    ]
+        with torch.no_grad():
+            found: Tensor = call.function(**{**call.arguments, **bare})
+        return found
+
+    uses: list[Use] = []
+    for name, slot in call.slots.items():
+        shape = torch.Size((*call.arguments[name].shape, *(1,) * trailing))
+        use = _broadcast_rows(slot, shape, axis, normalised if name == "weight" else None)
+        if name == "weight" and statistics is not None and axis.trivial and trailing:
+            use = replace(use, rows=partial(_channel_rows, call, statistics, use.rows))
+        uses.append(use)
+    return uses
 
 
-def _batch_statistics(call: Call) -> dict[str, Any] | None:
-    """The mean and variance that batch norm in training mode has computed, as arguments of evaluation mode."""
-    node = call.edge.node
-    if not call.arguments.get("training") or type(node).__name__ != "NativeBatchNormBackward0":
+def _batch_statistics(call: Call) -> tuple[Tensor, Tensor] | None:
+    """The mean and 1 / deviation of each channel that batch norm has normalised by; None for other norms."""
+    arguments, node = call.arguments, call.edge.node
+    if call.function is not F.batch_norm:
+        return None
+    if not arguments["training"]:
+        return arguments["running_mean"], (arguments["running_var"] + arguments["eps"]).rsqrt()
+    if type(node).__name__ != "NativeBatchNormBackward0":
         return None
     try:
-        mean, inverse = node._saved_result1, node._saved_result2
+        return node._saved_result1, node._saved_result2
     except RuntimeError:  # the graph has been freed
         return None
-    return {"training": False, "running_mean": mean, "running_var": inverse**-2 - call.arguments["eps"]}
+
+
+def _channel_rows(
+    call: Call, statistics: tuple[Tensor, Tensor], plain: Callable[[Tensor], Tensor], raw: Tensor
+) -> Tensor:
+    """sum over positions of g (x - mean) / deviation, (M, B, C), by torch's own pass over g and x.
+
+    To batch norm with one example of B x C channels these are the weight's gradients; nothing as large as x is written.
+    """
+    x = call.arguments["input"].detach()
+    if raw.requires_grad or raw.dtype != x.dtype or x.dtype not in (torch.float32, torch.float64):
+        return plain(raw)
+    batch, channels = x.shape[:2]
+    mean, inverse = (each.to(x.dtype).repeat(batch) for each in statistics)
+    flat = (1, batch * channels, *x.shape[2:])
+    found = [
+        torch.ops.aten.native_batch_norm_backward(
+            seed.reshape(flat), x.reshape(flat), None, None, None, mean, inverse, True, call.arguments["eps"],
+            [False, True, False],
+        )[1].view(batch, channels)
+        for seed in raw
+    ]  # fmt: skip
+    return torch.stack(found)
 
 
 def channel_norm(call: Call, axis: BatchAxis) -> list[Use]:

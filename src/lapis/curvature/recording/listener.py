@@ -81,6 +81,8 @@ class Listener(TorchFunctionMode):
         self.picks = False
         """Whether rows were picked by an index: which example they belong to may then change from batch to batch."""
         self._expanded: dict[int, Tensor] = {}
+        self.call: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] = _called
+        """How functions with a rule are called; another function in its place must compute the same."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -129,7 +131,7 @@ class Listener(TorchFunctionMode):
             name: slot for name in WEIGHTS if name in arguments and (slot := self._resolve(arguments[name])) is not None
         }
         probe = arguments["input"] if "input" not in slots else arguments.get("other")
-        output = function(*args, **kwargs)
+        output = self.call(function, args, kwargs)
         if slots and isinstance(output, Tensor) and output.requires_grad:
             if probe is None and function is torch.Tensor.expand:
                 probe = self._expanded[id(output)] = output
@@ -161,6 +163,10 @@ class Listener(TorchFunctionMode):
         start = (tensor.storage_offset() - base.storage_offset()) // max(base.stride(0), 1)
         stop = start + tensor.shape[0]
         return Slot(self._slots[id(base)].name, start, stop, (tensor.numel(),), (0,), (tensor.numel(),))
+
+
+def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
 
 
 def _members(values: tuple[Any, ...]) -> Iterator[Tensor]:

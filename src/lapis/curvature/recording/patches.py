@@ -205,7 +205,7 @@ class KernelGradients:
         """J (b, K, M, O, I) of some examples, from the gradients at the outputs, `raw` (M, N, outputs, ...)."""
         x, rank = self.x.detach()[examples], self.x.dim() - 2
         options = convolution_options(tuple(self.weight.shape[2:]), self.arguments)
-        weight = self.weight.detach().expand(len(x), *self.weight.shape).flatten(0, 1)
+        weight = self.weight.new_empty(len(x) * len(self.weight), *self.weight.shape[1:])  # only its shape is used
         found = [
             torch.ops.aten.convolution_backward(
                 seed[examples].reshape(1, -1, *raw.shape[3:]),
