@@ -306,6 +306,18 @@ def test_variational_continual_learning_tracks_the_mean_field_optimum() -> None:
         assert torch.equal(learner.network.flat(), learner.posterior.mean)
 
 
+def test_weights_of_other_heads_keep_their_prior_under_variational_learning() -> None:
+    """They have no part in the likelihood: the best q is the prior, also after a few steps."""
+    learner = lifelong.VCL(network(), "classification", heads=2, prior=4.0, **{**QUICK, "epochs": 3})
+    learner.learn(TASKS[0], 0)
+    other = [*range(48 + 32, 48 + 64), 48 + 64 + 2, 48 + 64 + 3]  # rows 2 and 3 of the last layer, and their biases
+    assert torch.equal(learner.posterior.mean[other], torch.zeros(34, dtype=F64))
+    torch.testing.assert_close(learner.posterior.deviation[other], torch.full((34,), 0.5, dtype=F64))
+    used = torch.ones(116, dtype=torch.bool)
+    used[other] = False
+    assert bool((learner.posterior.deviation[used] < 0.45).all())
+
+
 def test_a_coreset_is_set_aside_and_seen_before_predictions_only() -> None:
     learner = lifelong.VCL(network(), "classification", heads=2, coreset=6, **{**QUICK, "epochs": 10})
     for number, task in enumerate(TASKS):

@@ -86,6 +86,14 @@ def test_products_of_another_form_are_refused(product: Callable[[Tensor], Tensor
         Operator(product, 3)(torch.ones(2, 3, dtype=torch.float64))
 
 
+def test_an_operator_takes_one_vector_or_rows_of_its_size() -> None:
+    operator = Operator.from_matrix(torch.arange(9.0).reshape(3, 3), "general")
+    assert operator(torch.tensor([1.0, 0.0, 2.0])).tolist() == [4.0, 13.0, 22.0]
+    for shape in [(2,), (2, 2), (1, 2, 3)]:
+        with pytest.raises(DataError, match="fit the operator"):
+            operator(torch.ones(shape))
+
+
 def test_products_carry_no_graph() -> None:
     weight = torch.eye(3, dtype=torch.float64, requires_grad=True)
     operator = Operator(lambda v: v @ weight, 3)

@@ -14,7 +14,7 @@ from lapis.errors import NotPositiveDefiniteError
 from lapis.lifelong.consolidation import consolidated
 from lapis.lifelong.heads import Columns, on_head
 from lapis.lifelong.learner import Learner, Task
-from lapis.lifelong.memory import Choice, Episode, Memory, choose_examples
+from lapis.lifelong.memory import Choice, Episode, Memory
 from lapis.lifelong.posterior_file import pack_posterior, unpack_posterior
 from lapis.likelihoods import Likelihood
 from lapis.posteriors.laplace.stored import LaplacePosterior
@@ -145,15 +145,7 @@ class FROMP(Learner):
             batch_size=self.batch_size,
             progress=self.progress,
         )
-        kept = choose_examples(
-            self.network,
-            task.likelihood,
-            self._stream(task),
-            self.points,
-            self.choice,
-            self.source,
-            by_class=self.likelihood.name == "categorical",
-        )
+        kept = self._chosen(task, self.points, self.choice)
         memory = self.memory.with_episode(kept, task.columns)
         anchors = tuple(self._anchored(posterior, memory, number) for number in range(len(memory.episodes)))
         self._posterior, self.memory, self.anchors = posterior, memory, anchors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +15,7 @@ from lapis.batches import Batch, batches, describe
 from lapis.errors import ModelError, OptionError
 from lapis.files import write
 from lapis.lifelong.heads import Columns, Head, Heads, latent_of_head, on_head
+from lapis.lifelong.memory import Choice, choose_examples
 from lapis.likelihoods import Likelihood, resolve
 from lapis.network import Network, full_precision
 from lapis.options import check_arguments
@@ -197,6 +198,12 @@ class Learner(ABC):
     def _stream(self, task: Task) -> Any:
         """One pass over the task's data."""
         return batches(task.data, dtype=self.network.dtype, device=self.network.device, batch_size=self.batch_size)[0]
+
+    def _chosen(self, task: Task, points: int, choice: Choice, stream: Iterable[Batch] | None = None) -> Batch:
+        """Examples of a task that are worth keeping, as many of each class; of its data, or of another stream."""
+        stream = self._stream(task) if stream is None else stream
+        by_class = self.likelihood.name == "categorical"
+        return choose_examples(self.network, task.likelihood, stream, points, choice, self.source, by_class=by_class)
 
     # predicting ------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapis.lifelong.learner import Learner, Task
-from lapis.lifelong.memory import Choice, Memory, OnMemory, choose_examples, together
+from lapis.lifelong.memory import Choice, Memory, OnMemory, together
 from lapis.schema import entry
 
 
@@ -53,15 +53,7 @@ class Replay(Learner):
         return penalty
 
     def _consolidate(self, task: Task) -> None:
-        kept = choose_examples(
-            self.network,
-            task.likelihood,
-            self._stream(task),
-            self.points,
-            self.choice,
-            self.source,
-            by_class=self.likelihood.name == "categorical",
-        )
+        kept = self._chosen(task, self.points, self.choice)
         self.memory = self.memory.with_episode(kept, task.columns)
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

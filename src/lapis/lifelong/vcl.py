@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch
+from lapis.batches import Batch, batches
 from lapis.errors import LapisWarning
 from lapis.lifelong.learner import Learner, Task
-from lapis.lifelong.memory import Memory, OnMemory, choose_examples, together
+from lapis.lifelong.memory import Memory, OnMemory, together
 from lapis.lifelong.posterior_file import pack_posterior, unpack_posterior
 from lapis.likelihoods import Likelihood
 from lapis.posteriors.variational import VariationalPosterior
@@ -22,6 +22,9 @@ from lapis.schema import entry, under
 from lapis.training.budget import plan_budget
 from lapis.training.variational.approximation import small_deviations
 from lapis.training.variational.fit import variational
+
+NETWORKS = 6
+"""Drawn at random, to see which weights a task has nothing to say about."""
 
 
 @dataclass(eq=False, repr=False)
@@ -85,11 +88,7 @@ class VCL(Learner):
         whole = together(list(self._stream(task)))
         numbered = Batch(torch.arange(len(whole))[:, None], whole.targets, 0)
         assert self.coreset is not None
-        chosen = choose_examples(
-            self.network, task.likelihood, [numbered], self.coreset, "random", self.source,
-            by_class=self.likelihood.name == "categorical",
-        )  # fmt: skip
-        index = chosen.inputs[:, 0]
+        index = self._chosen(task, self.coreset, "random", [numbered]).inputs[:, 0]
         others = torch.ones(len(whole), dtype=torch.bool)
         others[index] = False
         return whole.chosen(index), whole.chosen(others.nonzero()[:, 0])
@@ -100,15 +99,20 @@ class VCL(Learner):
         """q after these data, with the latest q for its prior."""
         before: VariationalPosterior | None = self._posterior
         size = self._batch_size()
-        batches = math.ceil(n_data / size)
-        steps = plan_budget(n_data, batches, self.network.size, self.epochs).epochs * batches
+        each = math.ceil(n_data / size)
+        steps = plan_budget(n_data, each, self.network.size, self.epochs).epochs * each
         prior, mean = Prior(self.prior), self.network.flat()
-        start = small_deviations(mean, prior.resolve(self.network))
+        wide = prior.resolve(self.network)
+        start = small_deviations(mean, wide)
         if self.deviation is not None:
             start = torch.full_like(start, self.deviation)
+        first_mean, first_deviation = wide.mean.to(mean), wide.vector().detach().rsqrt().to(mean)
         if before is not None:
+            first_mean, first_deviation = before.mean, before.deviation
             prior = Prior(before.deviation.double() ** -2, groups="weight", mean=before.mean.double())
             mean, start = before.mean, torch.minimum(before.deviation.to(start), start)
+        touched = self._touched(data, likelihood, mean, source)
+        mean, start = torch.where(touched, mean, first_mean), torch.where(touched, start, first_deviation.to(start))
         with warnings.catch_warnings():
             # a task after the other: each goes on where the last one stopped
             warnings.filterwarnings("ignore", "Variational inference has not converged", LapisWarning)
@@ -126,6 +130,27 @@ class VCL(Learner):
                 progress=self.progress,
             )
         return replace(found, likelihood=self.likelihood)
+
+    def _touched(self, data: Any, likelihood: Likelihood, mean: Tensor, source: torch.Generator) -> Tensor:
+        """Whether a task has anything to say about each weight, (P,): else q stays what it was, as is best for it.
+
+        Weights without a gradient on a batch, under several networks drawn at random: those of other heads, and of
+        inputs that are zero. (Hidden units that are silent in one network are not so in all of them.)
+        """
+        network = self.network
+        stream, _ = batches(data, dtype=network.dtype, device=network.device, batch_size=self._batch_size())
+        batch = next(iter(stream))
+        spread = float(mean.square().mean().sqrt()) or 1.0
+        touched = torch.zeros_like(mean, dtype=torch.bool)
+        parameters = list(network.parameters.values())
+        for _ in range(NETWORKS):
+            noise = torch.randn(len(mean), generator=source, device=source.device, dtype=mean.dtype)
+            with network.prepared(), network.at(mean + spread * noise.to(mean.device)):
+                raw = network.call(batch.inputs)
+                f = likelihood.canonical(raw)
+                loss = likelihood.nll(f, likelihood.targets(batch.targets, f, raw.shape)).sum()
+                touched |= network.gather(torch.autograd.grad(loss, parameters, allow_unused=True)) != 0
+        return touched
 
     def _consolidate(self, task: Task) -> None:
         found, network = self._found, self.network

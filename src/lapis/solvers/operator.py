@@ -64,7 +64,16 @@ class Operator:
         return Operator(lambda v: v @ matrix.mT, len(matrix), matrix.dtype, matrix.device, property)
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """A v for each row of `vectors` (k, P). Raises when what comes back has another form or is not finite."""
+        """A v for each row of `vectors` (k, P), or of one vector (P,). What comes back must have their form."""
+        if vectors.dim() == 1:
+            return self(vectors[None])[0]
+        if vectors.dim() != 2 or vectors.shape[1] != self.size:
+            raise DataError(
+                "These vectors do not fit the operator",
+                expected=f"(k, {self.size}) or ({self.size},)",
+                got=describe(vectors),
+                do="pass one vector per row",
+            )
         found = self.product(vectors).detach()
         if found.shape != vectors.shape or found.dtype != self.dtype or found.device != vectors.device:
             raise StructureError(

@@ -127,6 +127,8 @@ class EigenbasisGaussian(BlockGaussian):
 
     def spread(self, vectors: Tensor) -> Tensor | None:
         variance, outputs, back = self.factors(vectors.dtype)
+        if back is not None and len(back) == 1:
+            back = back[0]  # one product for all vectors, where a group axis would make one for each
         array = self.array(vectors) if back is None else self.array(vectors) @ back
         array = outputs @ (variance * (outputs.mT @ array))
         return (array if back is None else array @ back.mT).flatten(1)
