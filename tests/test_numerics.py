@@ -114,6 +114,17 @@ def test_training_and_tuning_work_without_gradients_or_say_why_not(
         plain.tune()
 
 
+def test_data_and_weights_made_in_inference_mode() -> None:
+    x, y = data(outputs=1)
+    with torch.inference_mode():
+        inside = mlp(1), x * 1, y * 1
+    model = copy.deepcopy(inside[0])
+    expected = lapis.laplace(model, (x, y), "regression").predict(x).f_variance
+    assert torch.equal(lapis.laplace(model, inside[1:], "regression").predict(inside[1]).f_variance, expected)
+    with pytest.raises(ModelError, match="made outside"):
+        lapis.train(inside[0], (x, y), "regression", epochs=2, progress=False)
+
+
 # networks ----------------------------------------------------------------------------------------------
 
 

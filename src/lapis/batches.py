@@ -181,7 +181,8 @@ def _dense(tensor: Tensor, what: str) -> Tensor:
             got="a nested tensor" if tensor.is_nested else str(tensor.layout),
             do="pad it" if tensor.is_nested else "use .to_dense(), batch by batch if it is large",
         )
-    return tensor
+    # made in inference mode, where autograd does not see tensors: a copy made outside is like any other
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 def all_finite(tensor: Tensor) -> bool:

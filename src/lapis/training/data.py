@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lapis.batches import Batch, as_inputs, as_tensor, batch_length, batches, digest, map_tensors, take, whole_pair
-from lapis.errors import DataError
+from lapis.errors import DataError, ModelError
 from lapis.network import Network
 
 
@@ -69,6 +69,14 @@ def survey(data: Any, network: Network, batch_size: int, *, fingerprint: bool = 
             got=f"{type(data).__name__}, which is used up after one pass",
             do="wrap it in a list or a Dataset",
         )
+    for name, parameter in network.module.named_parameters():
+        if parameter.is_inference():
+            raise ModelError(
+                f"The network's {name!r} cannot be trained",
+                expected="weights made outside torch.inference_mode()",
+                got="some made inside",
+                do="train copy.deepcopy(model), made outside",
+            )
     count, steps, measured, total, example = 0, 0, 0, 0, None
     centre, sums = torch.zeros(()), torch.zeros(2, 0)
     for batch in batches(data, dtype=network.dtype, device=network.device, batch_size=batch_size)[0]:
