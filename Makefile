@@ -125,6 +125,7 @@ bench: $(BENCH_READY)
 	@$(BENCH_BIN)/python -m benchmarks.latent
 	@$(BENCH_BIN)/python -m benchmarks.methods
 	@$(BENCH_BIN)/python -m benchmarks.function_space
+	@$(BENCH_BIN)/python -m benchmarks.checks --write
 
 fuzz: $(READY)
 	@PYTHONPATH=tests $(BIN)/python -m fuzz --calls $(N) --seed $(SEED)

@@ -35,16 +35,17 @@ JOBS = (
 
 
 class Switch:
-    """Checks on and off. `check_arguments` was imported by name everywhere, so its code is exchanged."""
+    """Checks on and off. Functions are imported by name in many places, so their code is exchanged."""
 
     def __init__(self) -> None:
         self.fingerprints: dict[int, str] = {}
-        self.checked, self.unchecked = options.check_arguments.__code__, _nothing.__code__
-        self.digests, self.holds, self.fingerprint = batches.example_digests, Network.holds, Network.fingerprint
+        self.pairs = [(options.check_arguments, _nothing), (batches.example_digests, _zeros)]
+        self.codes = [(function.__code__, instead.__code__) for function, instead in self.pairs]
+        self.holds, self.fingerprint = Network.holds, Network.fingerprint
 
     def on(self) -> None:
-        options.check_arguments.__code__ = self.checked
-        batches.example_digests = self.digests
+        for (function, _), (checked, _) in zip(self.pairs, self.codes, strict=True):
+            function.__code__ = checked
         Network.holds, Network.fingerprint = self.holds, self.fingerprint  # type: ignore[method-assign]
 
     def off(self) -> None:
@@ -54,8 +55,8 @@ class Switch:
                 self.fingerprints[key] = self.fingerprint(network)
             return self.fingerprints[key]
 
-        options.check_arguments.__code__ = self.unchecked
-        batches.example_digests = _zeros
+        for (function, _), (_, unchecked) in zip(self.pairs, self.codes, strict=True):
+            function.__code__ = unchecked
         Network.holds, Network.fingerprint = lambda *_: True, known  # type: ignore[method-assign, assignment]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lapis
 from lapis.batches import digest
-from lapis.hashing import GROUPS, LONG, hash_rows, hash_tensors, mix
+from lapis.hashing import GROUPS, SMALL, WIDTHS, hash_rows, hash_tensors, mix
 
 F64 = torch.float64
 
@@ -78,20 +78,43 @@ def test_data_with_other_features_are_refused_wherever_data_come_again(tmp_path:
 
 def test_weights_hash_by_value_place_and_length() -> None:
     tensors = [
-        torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in ((3,), (8 * LONG, 3), (5, 7))
+        torch.randn(shape, generator=torch.Generator().manual_seed(3))
+        for shape in (
+            (3,),
+            (8 * WIDTHS[0], 3),
+            (5, 7),
+            (SMALL // 8, 3),
+            (SMALL, 3),
+        )  # the last two are hashed by themselves
     ]
     whole = hash_tensors(tensors)
     assert hash_tensors([tensor.clone() for tensor in tensors]) == whole
     found = {whole, hash_tensors(tensors[::-1]), hash_tensors(tensors[:2])}
-    for number in range(3):
+    for number in range(5):
         for place in (0, -1):
             changed = [tensor.clone() for tensor in tensors]
             changed[number].view(-1)[place] *= -1
             found.add(hash_tensors(changed))
-    swapped = tensors[1].clone()
-    swapped[[0, LONG]] = swapped[[LONG, 0]]
-    found.add(hash_tensors([tensors[0], swapped, tensors[2]]))
-    assert len(found) == 10
+    for step in (1, *WIDTHS, WIDTHS[0] + WIDTHS[1], 2 * WIDTHS[0]):  # in words of two numbers
+        for number in (1, 3, 4):
+            swapped = tensors[number].clone()
+            flat = swapped.view(-1).view(torch.int64)
+            flat[[0, step]] = flat[[step, 0]]
+            found.add(hash_tensors([*tensors[:number], swapped, *tensors[number + 1 :]]))
+    assert len(found) == 28
+
+
+@pytest.mark.parametrize("size", [40, 12 * max(WIDTHS), SMALL])
+def test_usual_changes_of_weights_change_their_hash(size: int) -> None:
+    """Units exchanged, signs of a unit or of all, a row copied to another, zeros: all at once, not one number."""
+    w = torch.randn(size // 8, 8, generator=torch.Generator().manual_seed(5))
+    changes = [w, -w, w.flip(0), w.flip(1), w.roll(1, 0), w.roll(1, 1), 2 * w, 0 * w, w.mT.reshape(w.shape)]
+    for i, j in ((0, 1), (0, len(w) - 1), (1, len(w) // 2)):
+        changes += [w.clone(), w.clone(), w.clone()]
+        changes[-3][[i, j]] = w[[j, i]]
+        changes[-2][[i, j]] *= -1
+        changes[-1][i] = w[j]
+    assert len({hash_tensors([change]) for change in changes}) == len(changes)
 
 
 @pytest.mark.parametrize("which", ["chosen", "frozen", "buffer"])

@@ -1,4 +1,4 @@
-"""64-bit hashes of numbers that read every one of them, at about half the speed of memory.
+"""64-bit hashes of numbers that read every one of them, at about the speed of memory.
 
 Rows of numbers are read as 64-bit words. Those of long rows are summed first, word j into sum j modulo GROUPS, by one
 pass of vectorised additions; the sums are then mixed, each with a key of its own. A row that differs in one number
@@ -9,7 +9,7 @@ These are fingerprints against mistakes, not against attackers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TypeAlias
 
@@ -23,13 +23,13 @@ Hashes: TypeAlias = "NDArray[np.uint64]"
 GROUPS = 31
 """A prime number, so that no usual row length of an image is a multiple of it."""
 
-LONG = 16 * GROUPS
-"""Words in each row of a vector that is hashed in two stages."""
+WIDTHS = (1021, 1009)
+"""Of rows that a vector is cut into and summed over: primes, so that what cancels in one sum does not in the other."""
 
 ODD = np.uint64(0x9E3779B97F4A7C15)
 """Multiplication with it exchanges 64-bit numbers one for one (it is 2^64 over the golden ratio)."""
 
-SMALL = 2**14
+SMALL = 2**16
 """Tensors of up to so many bytes are joined and hashed together: for these, calls cost more than reading."""
 
 
@@ -49,44 +49,47 @@ def hash_rows(rows: Tensor) -> Hashes:
         sums[:, : count - times * GROUPS] += words[:, times * GROUPS :]
         words = sums
     # numpy has less overhead than torch on small arrays, and unsigned numbers
-    scrambled = words.cpu().numpy().view(np.uint64) + _keys(words.shape[1])
-    scrambled *= ODD
-    scrambled ^= scrambled >> np.uint64(32)
-    found: Hashes = scrambled.sum(1, dtype=np.uint64)
-    return found
+    return _scrambled(words.cpu().numpy().view(np.uint64))
 
 
-def hash_tensors(tensors: Sequence[Tensor]) -> int:
-    """One hash of the bytes of all tensors, in order."""
-    joined: list[Tensor] = []
+def hash_tensors(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Hashes of the bytes of all tensors, to be compared within this process with those of as many of the same shapes.
+
+    A change of one number always changes them. Others do, unless they cancel in the sums over both WIDTHS: two words
+    that change places, for example, unless they lie a multiple of 8 MB apart.
+    """
+    found: list[int] = []
     small: list[Tensor] = []
     for tensor in tensors:
-        part = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-        if len(part) <= SMALL:
+        part = tensor.detach().reshape(-1).view(torch.uint8)
+        part = part if part.device.type == "cpu" else part.cpu()
+        if len(part) <= SMALL or len(part) % 8:
             small.append(part)
         else:
-            joined += [torch.cat(small)] if small else []
-            joined.append(part)
-            small = []
-    joined += [torch.cat(small)] if small else []
-    return int(mix(_joint([_hash_vector(part) for part in joined]))[0])
+            found += _hash_words(part)
+    if small:
+        size = sum(map(len, small))
+        found += _hash_words(torch.cat([*small, torch.zeros(-size % 8, dtype=torch.uint8)]))
+    return tuple(found)
 
 
-def _hash_vector(vector: Tensor) -> Hashes:
-    """The hash (1,) of bytes (n,): rows of LONG words first, then their hashes, in order."""
-    stop = len(vector) // (8 * LONG) * 8 * LONG
-    parts = [hash_rows(vector[:stop].view(-1, 8 * LONG))] if stop else []
-    rest = vector[stop:]
-    if len(rest):
-        padded = torch.nn.functional.pad(rest, (0, -len(rest) % 8))
-        parts += [hash_rows(padded[None]), np.array([len(rest)], np.uint64)]
-    return _joint(parts)
+def _hash_words(part: Tensor) -> Iterator[int]:
+    """Hashes of sums over the rows of both widths, of bytes (n,)."""
+    words = part.numpy().view(np.uint64)
+    for width in WIDTHS if len(words) >= 2 * max(WIDTHS) else (max(1, len(words)),):
+        stop = len(words) // width * width
+        sums = words[:stop].reshape(-1, width).sum(0, dtype=np.uint64)
+        sums[: len(words) - stop] += words[stop:]
+        yield hash(sums.tobytes())
 
 
-def _joint(parts: Sequence[Hashes]) -> Hashes:
-    """One hash (1,) of several, in order."""
-    whole = mix(np.concatenate(parts)) if parts else np.zeros(0, np.uint64)
-    return hash_rows(torch.from_numpy(whole.view(np.int64))[None])
+def _scrambled(words: Hashes) -> Hashes:
+    """The sum (n,) of each row of words (n, d), each scrambled with a key of its own."""
+    found = words + _keys(words.shape[1])
+    found *= ODD
+    found ^= found >> np.uint64(32)
+    whole: Hashes = found.sum(1, dtype=np.uint64)
+    return whole
 
 
 @cache
