@@ -80,9 +80,10 @@ test: $(READY)
 	@echo "== pytest"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Tests that need an optional package skip themselves where it is missing: those of files that say importorskip.
+# Tests that need an optional package, pages of the documentation among them, skip themselves where it is missing:
+# those of files that say importorskip.
 test-extras: $(EXTRAS_READY)
-	@$(EXTRAS_BIN)/python -m pytest $(PYTEST_ARGS) $$(grep -l importorskip tests/test_*.py)
+	@$(EXTRAS_BIN)/python -m pytest $(PYTEST_ARGS) $$(grep -l importorskip tests/test_*.py docs/guides/*.md)
 
 # Reliability kits at full size: see docs/reliability.md.
 tamper: N := 1000

@@ -119,6 +119,7 @@ def test_screens_fit_into_eighty_columns_and_say_what_was_done(folder: Path) -> 
         ["predict", folder / "kind.lapis", folder / "table.csv"],
         ["evaluate", folder / "value.lapis", folder / "table.csv"],
         ["diagnose", folder / "kind.lapis", folder / "table.csv"],
+        ["diagnose", folder / "value.lapis", folder / "table.csv"],
         ["info", folder / "kind.lapis"],
     ):
         shown = run(*command).stdout
@@ -131,7 +132,7 @@ def test_info_tells_what_a_file_holds(folder: Path, tmp_path: Path) -> None:
     found = answer("info", folder / "kind.lapis")
     assert found["kind"] == "predictor"
     assert found["network"] == "5-4-2 relu"  # three numbers, and an indicator for each colour
-    assert found["classes"] == "down, up"
+    assert found["classes"] == ["down", "up"]
     assert found["rows"] == 40
     model = nn.Linear(2, 1)
     lapis.laplace(model, (torch.randn(5, 2), torch.randn(5, 1)), "regression").save(tmp_path / "posterior.lapis")
@@ -144,6 +145,9 @@ def test_diagnosis_has_numbers_and_findings(folder: Path) -> None:
         found = answer("diagnose", folder / f"{name}.lapis", folder / "table.csv")
         assert isinstance(found["findings"], list)
         assert found["numbers"]
+        spread = read_table(folder / "table.csv")["value"].std()
+        assert found["target_units"] == (None if name == "kind" else pytest.approx([spread]))
+    assert "in the units of the network" in run("diagnose", folder / "value.lapis").stdout
 
 
 def test_comparison_orders_models_by_evidence_and_scores_them(folder: Path, tmp_path: Path) -> None:
@@ -244,7 +248,10 @@ def test_nothing_in_a_file_is_executed(folder: Path, tmp_path: Path, monkeypatch
         ("a,y\n1,2\n", ["--target", "y"], "at least two rows"),
         ("y\n1\n2\n", ["--target", "y"], "There are no inputs"),
         ("", ["--target", "y"], "is empty"),
+        ("a,y\n", ["--target", "y"], "is empty"),
+        ("a;y\n" + "".join(f"0,{i};{i}\n" for i in range(60)), ["--target", "y"], "'a' has decimal commas"),
         ("a,y\n1,u\n2,u\n", ["--target", "y"], "no classes to tell apart"),
+        ("a,y\n1,.5\n2,.7\n", ["--target", "y", "--likelihood", "classification"], "'y' holds real numbers"),
         ("a,y\n1,2\n2,3\n", ["--target", "y", "--hidden", "many"], "Bad hidden"),
         ("a,y\n1,2\n2,3\n", ["--target", "y", "--likelihood", "student"], "Unknown likelihood"),
         ("a,y\n1,2\n2,3\n", ["--target", "y", "--structure", "round"], "structure"),
@@ -254,6 +261,7 @@ def test_nothing_in_a_file_is_executed(folder: Path, tmp_path: Path, monkeypatch
         ("a,y\n1,2\n2,3\n", ["--target", "y", "--model", "fine:make", "--weights", "table.csv"], "holds no weights"),
         ("a,y\n1,2\n2,3\n", ["--target", "y", "--weights", "w.pt"], "Weights belong to a network of yours"),
         ("a,y\n1,2\n2,3\n", ["--target", "y", "--out", "no/such/place.lapis"], "Cannot write"),
+        ("a,y\n1,2\n2,3\n", ["--target", "y", "--out", "../{}/table.csv"], "would be overwritten"),
     ],
 )
 def test_bad_input_is_one_readable_line_and_exit_code_1(
@@ -264,10 +272,17 @@ def test_bad_input_is_one_readable_line_and_exit_code_1(
     (tmp_path / "broken.py").write_text("def make():\n    raise RuntimeError('no GPU\\nto be found')\n")
     (tmp_path / "unreadable.py").write_text("def make(:\n")
     (tmp_path / "fine.py").write_text("import torch\n\ndef make():\n    return torch.nn.Linear(1, 1)\n")
-    result = run("fit", "table.csv", *options, code=1)
+    result = run("fit", "table.csv", *(option.format(tmp_path.name) for option in options), code=1)
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stdout == ""
+
+
+def test_a_folder_and_another_encoding_are_named(tmp_path: Path) -> None:
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "latin.csv").write_bytes("größe,y\n1,2\n".encode("latin1"))
+    for name, message in (("folder.csv", "Got: a folder"), ("latin.csv", "Do: save it as UTF-8")):
+        assert message in run("fit", tmp_path / name, "--target", "y", code=1).stderr
 
 
 def test_npz_takes_any_name_and_csv_whole_numbers_of_any_size(tmp_path: Path) -> None:

@@ -31,6 +31,11 @@ def plain(outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
 
 
+def gelu(outputs: int) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, outputs)).double()
+
+
 TARGETS: dict[str, Any] = {
     "classification": torch.arange(30) % 3,
     "regression": torch.stack([X[:, 0], X.sum(1)], 1),
@@ -41,6 +46,7 @@ FITS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dense": (plain, {"structure": "dense", "weights": "all"}),
     "diagonal": (plain, {"structure": "diagonal", "weights": "all"}),
     "kronecker": (plain, {"structure": "kronecker", "weights": "all"}),
+    "gelu": (gelu, {"structure": "kronecker", "weights": "all"}),
     "own bias": (plain, {"structure": "kronecker", "weights": "all", "prior": lapis.Prior(1.0, groups="parameter")}),
     "ekfac": (plain, {"structure": "ekfac", "weights": "all"}),
     "last layer": (net, {"weights": "last_layer"}),
@@ -110,8 +116,16 @@ def test_the_last_layer_of_any_body_is_exported(classes: int) -> None:
     torch.testing.assert_close(program(X)[0], module(X)[0], rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_any_number_of_examples_shows_where_they_are(rows: int) -> None:
+    """Torch takes equal sizes for one and the same: here 4 examples of 4 columns."""
+    module = predictive(fitted("gelu", "regression"))
+    torch.testing.assert_close(exported(module, X[:rows]).module()(X), module(X), rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize(
-    ("name", "task"), [("diagonal", "regression"), ("last layer", "classification"), ("kronecker", "binary")]
+    ("name", "task"),
+    [("diagonal", "regression"), ("last layer", "classification"), ("kronecker", "binary"), ("gelu", "regression")],
 )
 def test_onnxruntime_gives_the_same_numbers(name: str, task: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="ONNX export needs the extra `export`: make test-extras")
@@ -157,5 +171,5 @@ def test_what_cannot_be_exported_says_so() -> None:
         predictive(lapis.laplace(net(3), data, "classification", weights="all"))
     with pytest.raises(lapis.LikelihoodError, match="poisson likelihood cannot be exported"):
         predictive(lapis.laplace(plain(1), (X, torch.ones(30, 1).double()), "poisson"))
-    with pytest.raises(lapis.OptionError, match="two examples"):
-        exported(predictive(fitted("diagonal", "classification")), X[:1])
+    with pytest.raises(lapis.OptionError, match="one example or more"):
+        exported(predictive(fitted("diagonal", "classification")), X[:0])

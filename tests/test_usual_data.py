@@ -94,7 +94,8 @@ def test_an_input_called_labels_stays_an_input_where_the_targets_come_beside_it(
 def test_an_index_or_a_name_beside_the_targets_is_left_out(third: Any) -> None:
     plain = lapis.laplace(net(), (X, Y), "classification")
     batches = [(X[i : i + 8], Y[i : i + 8], third[i : i + 8]) for i in range(0, 24, 8)]
-    same(lapis.laplace(net(), batches, "classification"), iter(batches), plain)
+    for data in (batches, (X, Y, third)):
+        same(lapis.laplace(net(), data, "classification"), iter(batches), plain)
 
 
 def test_a_triple_that_may_have_two_inputs_is_refused_with_what_to_do() -> None:
@@ -112,6 +113,8 @@ def test_single_examples_and_pairs_in_the_place_of_inputs_are_refused_with_what_
         lapis.laplace(Named(), examples, "classification")
     with pytest.raises(lapis.DataError, match="pass the first alone"):
         lapis.laplace(net(), (X, Y), "classification").predict((X, Y))
+    with pytest.raises(lapis.DataError, match=r"Got: \(24 x {features: \(4,\) float64, labels: \(\) int64}\)"):
+        lapis.laplace(Named(), Items(features=X, labels=Y), "classification").predict(examples)
 
 
 def test_training_shuffles_a_dictionary_as_it_does_a_pair() -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -135,7 +136,8 @@ def describe(inputs: Inputs) -> str:
     if isinstance(inputs, Mapping):
         return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in inputs.items()) + "}"
     if isinstance(inputs, (tuple, list)):
-        return "(" + ", ".join(describe(value) for value in inputs) + ")"
+        runs = [(part, len(list(run))) for part, run in groupby(describe(value) for value in inputs)]
+        return "(" + ", ".join(f"{n} x {part}" if n > 3 else ", ".join([part] * n) for part, n in runs) + ")"
     return type(inputs).__name__
 
 
@@ -235,8 +237,8 @@ def _identifies(values: Any) -> bool:
 
 
 def whole_pair(data: Any) -> tuple[Any, Any] | None:
-    """Inputs and targets of all data in one piece: a pair whose second member is an array, a dictionary with labels."""
-    if isinstance(data, Mapping) or (isinstance(data, (tuple, list)) and len(data) == 2):
+    """Inputs and targets of all data in one piece: a pair or triple whose second entry is an array, or a dictionary."""
+    if isinstance(data, (Mapping, tuple, list)):
         pair = inputs_and_targets(data)
         if pair is not None and isinstance(pair[1], (Tensor, np.ndarray)):
             return pair

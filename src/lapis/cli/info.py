@@ -24,7 +24,7 @@ def info(
     if json:
         as_json(result)
         return
-    facts({name.replace("_", " "): _short(value) for name, value in result.items()})
+    facts({name.replace("_", " "): value for name, value in result.items()})
 
 
 def described(contents: Contents) -> dict[str, Any]:
@@ -51,9 +51,3 @@ def _posterior(config: dict[str, Any]) -> dict[str, Any]:
         "parameters": ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items()),
         "dtype": config.get("dtype"),
     }  # fmt: skip
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, list):
-        return ", ".join(map(str, value[:12])) + (f", ... ({len(value)})" if len(value) > 12 else "")
-    return value

@@ -17,7 +17,7 @@ import lapis
 from lapis.cli.experiments import experiment as run_experiment
 from lapis.cli.info import info
 from lapis.cli.playing import playground
-from lapis.cli.shell import AsJson, as_json, readable
+from lapis.cli.shell import AsJson, as_json, grid, readable, say
 from lapis.cli.tables.compare import compare
 from lapis.cli.tables.diagnose import diagnose
 from lapis.cli.tables.evaluate import evaluate
@@ -76,7 +76,9 @@ def learning_rule(json: AsJson = False) -> None:
     if json:
         as_json([asdict(row) for row in table])
     else:
-        typer.echo(f"{table}\n\nDifference: the largest between iterates of the rule and the algorithm, in float64.")
+        rows = [(row.algorithm, row.family, row.expectation, f"{row.difference:.1e}", row.limit) for row in table]
+        grid(("algorithm", "distribution q", "expectation", "difference", "limit"), rows)
+        say("\nDifference: the largest between iterates of the rule and the algorithm, in float64.")
     if not table.hold:
         raise typer.Exit(1)
 

@@ -51,11 +51,11 @@ def readable(command: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def _notes() -> Iterator[None]:
-    """Print warnings of Lapis as notes, at once; those of others as they are."""
+    """Print warnings meant for users as notes, at once; others (deprecations, for one) as they are."""
     plain = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
-        if issubclass(category, LapisWarning):
+        if issubclass(category, UserWarning):
             _to_stderr(f"[yellow]Note:[/] {escape(' '.join(str(message).split()))}")
         else:
             plain(message, category, *rest)
@@ -80,7 +80,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 2, 0, 0))
     for number, name in enumerate(head):
         words = all(isinstance(row[number], str) for row in rows)
-        table.add_column(escape(name), justify="left" if words else "right", no_wrap=not words)
+        table.add_column(escape(name), justify="left" if words else "right", no_wrap=not words, overflow="fold")
     for row in rows:
         table.add_row(*(escape(cell if isinstance(cell, str) else shown(cell)) for cell in row))
     Console(highlight=False).print(table)
@@ -97,11 +97,13 @@ def facts(pairs: Mapping[str, Any]) -> None:
 
 
 def shown(value: Any) -> str:
-    """A number for people.
+    """A number for people; of many things in a list, the first.
 
     >>> shown(1234567), shown(0.123456), shown(123.456), shown(-3.0)
     ('1,234,567', '0.1235', '123.5', '-3')
     """
+    if isinstance(value, list):
+        return ", ".join(map(str, value[:12])) + (f", ... ({len(value)})" if len(value) > 12 else "")
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ def to_onnx(module: nn.Module, example: Tensor, path: str | os.PathLike[str]) ->
 
     Args:
         module: of `lapis.export.predictive`.
-        example: inputs of the network, at least two examples.
+        example: inputs of the network, one example or more.
         path: ends in .onnx.
     """
     check_arguments(to_onnx, locals())
@@ -62,10 +63,10 @@ def to_onnx(module: nn.Module, example: Tensor, path: str | os.PathLike[str]) ->
 def exported(module: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     """The program that torch.export makes of the module, for any number of examples."""
     check_arguments(exported, locals())
-    if example.dim() < 1 or len(example) < 2:
+    if example.dim() < 1 or len(example) == 0:
         raise OptionError(
-            "One example does not show where the examples are", expected="inputs of two examples or more",
-            got=f"shape {tuple(example.shape)}", do="pass more rows",
+            "There is no example to trace the module with", expected="inputs of one example or more",
+            got=f"shape {tuple(example.shape)}", do="pass some rows",
         )  # fmt: skip
     with _quiet(), torch.no_grad():
         try:
@@ -75,6 +76,9 @@ def exported(module: nn.Module, example: Tensor) -> torch.export.ExportedProgram
                 "The module cannot be run on the example", expected="inputs of the network",
                 got=f"shape {tuple(example.shape)}, {str(error).splitlines()[0]}", do="pass other inputs",
             ) from error  # fmt: skip
+        # torch takes equal sizes for the same one: the number of examples must differ from those beside it, and from 1
+        rows = next(n for n in count(max(2, len(example))) if n not in example.shape[1:])
+        example = example[torch.arange(rows) % len(example)]
         # traced first, so that the derivatives inside become plain operations
         graph = make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(example)
         size = torch.export.Dim(BATCH)

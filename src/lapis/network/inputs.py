@@ -32,5 +32,5 @@ def nothing(signature: str, got: str) -> DataError:
         "There is nothing to predict",
         expected=f"inputs like {signature}" if signature else "inputs as in training",
         got=got,
-        do="pass some examples",
+        do="pass some examples, as a tensor or an array",
     )

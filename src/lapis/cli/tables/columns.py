@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +138,11 @@ def class_indices(name: str, values: Sequence[Any], classes: Sequence[Any]) -> T
 
 def _categories(name: str, column: Column) -> tuple[str, ...]:
     values = sorted({str(value) for value in column if value is not None})
+    if len(values) > MANY and all(re.fullmatch(r"[+-]?\d*,\d+", value) for value in values):
+        raise DataError(
+            f"Column {name!r} has decimal commas", expected="decimal points, as in 1.5", got=values[0],
+            do="export the table with points",
+        )  # fmt: skip
     if not values or len(values) > MANY:
         raise DataError(
             f"Column {name!r} is no category",

@@ -63,7 +63,5 @@ def compare(
             [[name, *(result[path][key] for key in keys)] for name, path in zip(names, ordered, strict=True)],
         )
         say("")
-    say(
-        f"[dim]probability: of each model, given these data and the same chance before. {counted(table.n_data, 'row')}."
-        "[/]"
-    )
+    rows = counted(table.n_data, "row")
+    say(f"[dim]probability: of each model, given the {rows}, if all were equally likely before.[/]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from lapis.cli.shell import AsJson, as_json, readable
 from lapis.cli.tables.columns import labelled
 from lapis.cli.tables.files import read_table
-from lapis.cli.tables.predict import File, Model, opened
+from lapis.cli.tables.predict import File, Model, opened, units_of
 
 
 @readable
@@ -25,6 +26,9 @@ def diagnose(
     examples = None if data is None else labelled(predictor, columns, read_table(data))
     report = predictor.posterior.diagnose(examples)
     if json:
-        as_json({"findings": report.findings, "numbers": report.numbers})
+        scale = [] if predictor.targets is None else predictor.targets.scale.flatten().tolist()
+        as_json({"findings": report.findings, "numbers": report.numbers, "target_units": scale or None})
     else:
         typer.echo(str(report))
+        if units := units_of(predictor, columns):
+            typer.echo("\n" + textwrap.fill(units, 79))

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lapis.errors import DataError, LapisWarning, OptionError
+from lapis.files import check_writable
 
 Column: TypeAlias = npt.NDArray[Any]
 """Numbers (float64, int64, bool) or strings (object, None where missing), one for each row; or arrays (N, ...)."""
@@ -26,14 +27,20 @@ MISSING = ("", "na", "n/a", "nan", "null", "none")
 def read_table(path: Path) -> dict[str, Column]:
     """The columns of a file, by name, all of one length."""
     if not path.is_file():
-        raise DataError(f"There is no file {path}", expected="a table", got="nothing there", do="check the path")
+        got = "a folder" if path.is_dir() else "nothing there"
+        raise DataError(f"There is no file {path}", expected="a table", got=got, do="check the path")
     try:
         columns = {".csv": _read_csv, ".tsv": _read_csv, ".npz": _read_npz, ".parquet": _read_parquet}[
             path.suffix.lower()
         ](path)
     except KeyError as error:
         raise _unknown(path) from error
-    except (ValueError, OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} cannot be read", expected="text in UTF-8", got=f"another encoding, or no text ({error.reason})",
+            do="save it as UTF-8",
+        ) from error  # fmt: skip
+    except (ValueError, OSError, csv.Error) as error:
         raise DataError(
             f"{path} cannot be read",
             expected=f"a {path.suffix} file of numbers and words",
@@ -41,7 +48,7 @@ def read_table(path: Path) -> dict[str, Column]:
             do="leave pickled objects out" if path.suffix.lower() == ".npz" else "mend the file, or export it again",
         ) from error
     if not columns or not len(next(iter(columns.values()))):
-        raise DataError(f"{path} is empty", expected="columns with at least one row", got="none", do="check the file")
+        raise DataError(f"{path} is empty", expected="a header and at least one row", got="none", do="check the file")
     return columns
 
 
@@ -60,6 +67,16 @@ def write_table(path: Path, columns: Mapping[str, Column]) -> None:
         raise _unknown(path)
 
 
+def check_output(out: Path, *inputs: Path | None) -> None:
+    """An error, before any work, if `out` cannot be written or is one of the files that are read."""
+    check_writable(out)
+    if any(path is not None and path.resolve() == out.resolve() for path in inputs):
+        raise OptionError(
+            f"{out} would be overwritten", expected="a file of its own for the result (--out)", got="a file to read",
+            do="choose another name",
+        )  # fmt: skip
+
+
 def _unknown(path: Path) -> DataError:
     return DataError(
         f"{path} is of no known format", expected=", ".join(FORMATS), got=path.suffix or "no suffix", do="convert it"
@@ -75,7 +92,7 @@ def _read_csv(path: Path) -> dict[str, Column]:
         file.seek(0)
         delimiter = max("\t;,", key=first.count) if first else ","
         rows = [row for row in csv.reader(file, delimiter=delimiter) if row]
-    if not rows:
+    if len(rows) < 2:
         return {}
     names, cells = [name.strip() for name in rows[0]], rows[1:]
     twice = {name for name in names if names.count(name) > 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,11 +13,10 @@ from torch import Tensor
 
 from lapis.cli.shell import AsJson, as_json, counted, facts, one_thread, readable, say, shown
 from lapis.cli.tables.columns import Columns, class_indices, class_values, real_targets, task_of
-from lapis.cli.tables.files import Column, read_table
+from lapis.cli.tables.files import Column, check_output, read_table
 from lapis.cli.tables.networks import MLP, load_weights, make_network
-from lapis.errors import DataError, OptionError
+from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.estimators import LaplaceClassifier, LaplaceRegressor, Predictor
-from lapis.files import check_writable
 from lapis.likelihoods import Gaussian
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.options import check_choice
@@ -62,7 +62,7 @@ def fit(
     """
     started = time.perf_counter()
     check_choice("likelihood", likelihood, LIKELIHOODS)
-    check_writable(out)
+    check_output(out, data, weights)
     own = model != MLP
     if not own and weights is not None:
         raise OptionError(
@@ -101,7 +101,7 @@ def summary(predictor: Predictor) -> dict[str, Any]:
     if "names" in predictor.table:
         result["inputs"] = list(predictor.table["names"])
     if predictor.classes:
-        result["classes"] = ", ".join(map(str, predictor.classes))
+        result["classes"] = list(predictor.classes)
     sizes = () if architecture is None else (architecture.inputs, *architecture.hidden, architecture.outputs)
     result["network"] = "-".join(map(str, sizes)) + f" {architecture.activation}" if architecture else "your own"
     result |= {"weights": posterior.n_weights, "rows": posterior.n_data}
@@ -161,9 +161,14 @@ def _classes(target: str, column: Column) -> tuple[list[Any], list[Any]]:
         raise DataError(
             f"Column {target!r} has no classes to tell apart",
             expected=f"2 to {CLASSES_AT_MOST} classes",
-            got=f"{len(classes)} different values",
+            got=f"{classes[0]!r} in every row" if len(classes) == 1 else f"{len(classes):,} different values",
             do="name another target, or --likelihood regression",
         )
+    if any(isinstance(value, float) and not value.is_integer() for value in classes):
+        raise DataError(
+            f"Column {target!r} holds real numbers", expected="classes: words or whole numbers",
+            got=", ".join(map(str, values[:3])) + ", ...", do="use --likelihood regression, or name another target",
+        )  # fmt: skip
     return values, classes
 
 
@@ -186,6 +191,12 @@ def _of_network(
     model = make_network(name)
     if weights is not None:
         load_weights(model, weights)
+    else:
+        warnings.warn(
+            f"No --weights: the network is used as {name} returns it; it is not trained here.",
+            LapisWarning,
+            stacklevel=2,
+        )
     task: Literal["regression", "classification"] = "regression"
     classes: tuple[Any, ...] = ()
     dtype = next(model.parameters()).dtype

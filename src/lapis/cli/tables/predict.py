@@ -84,6 +84,15 @@ def opened(file: Path, model: str | None) -> tuple[Predictor, Columns]:
     return predictor, Columns.from_config(predictor.table)
 
 
+def units_of(predictor: Predictor, columns: Columns) -> str:
+    """What the numbers of the posterior itself are measured in, if that is not the column's own unit; else ""."""
+    if predictor.targets is None:
+        return ""
+    mean, scale = (values.flatten().tolist() for values in (predictor.targets.mean, predictor.targets.scale))
+    shown = ", ".join(f"({columns.target} - {m:.4g}) / {s:.4g}" for m, s in zip(mean, scale, strict=True))
+    return f"Targets, errors and noise are in the units of the network, which are {shown}."
+
+
 def predicted(
     predictor: Predictor, columns: Columns, table: dict[str, Column], level: float = 0.95
 ) -> dict[str, Column]:

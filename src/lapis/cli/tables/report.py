@@ -9,11 +9,10 @@ import typer
 
 from lapis.cli.shell import AsJson, as_json, readable, say
 from lapis.cli.tables.columns import Columns, labelled
-from lapis.cli.tables.files import read_table
-from lapis.cli.tables.predict import File, Model, opened
+from lapis.cli.tables.files import check_output, read_table
+from lapis.cli.tables.predict import File, Model, opened, units_of
 from lapis.errors import DataError
 from lapis.estimators import Predictor
-from lapis.files import check_writable
 from lapis.reports import report as write_report
 
 
@@ -34,7 +33,7 @@ def report(
     json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page about a fitted file, readable offline, with interactive plots."""
-    check_writable(out)  # before the file is read
+    check_output(out, file, test, data, unlike, *(compare or ()))
     predictor, columns = opened(file, model)
     posteriors = {file.stem: predictor.posterior}
     for other in compare or ():
@@ -47,11 +46,7 @@ def report(
                 do="make a page for each",
             )
         posteriors[str(other) if other.stem in posteriors else other.stem] = second.posterior
-    notes = []
-    if predictor.targets is not None:
-        mean, scale = (values.flatten().tolist() for values in (predictor.targets.mean, predictor.targets.scale))
-        shown = ", ".join(f"({columns.target} - {m:.4g}) / {s:.4g}" for m, s in zip(mean, scale, strict=True))
-        notes.append(f"Targets, errors and noise are in the units of the network, which are {shown}.")
+    units = units_of(predictor, columns)
     write_report(
         posteriors,
         out,
@@ -60,7 +55,7 @@ def report(
         out_of_distribution=None if unlike is None else predictor.prepared(columns.inputs(read_table(unlike))),
         title=title or f"{columns.target} ({file.name})",
         classes=[str(label) for label in predictor.classes] or None,
-        notes=notes,
+        notes=[units] if units else [],
     )
     if json:
         as_json({"file": str(out), "bytes": out.stat().st_size})

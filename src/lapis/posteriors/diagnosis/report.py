@@ -41,7 +41,7 @@ class Diagnosis:
     def __str__(self) -> str:
         console = Console(file=StringIO(), width=WIDTH, color_system=None, highlight=False)
         console.print(Text(self.about))
-        for compares, head in ((True, ("", "plain network", "posterior")), (False, ("", "found", "to hold against"))):
+        for compares, head in ((True, ("", "plain network", "posterior")), (False, ("", "found", "compare with"))):
             chosen = [line for line in self.lines if line.compares == compares]
             if not chosen:
                 continue
