@@ -24,9 +24,9 @@ from tomo.store import Store
 
 from lapis import imaging
 
-COLUMN_IMAGES = 3
+COLUMN_IMAGES, STOPPING_SEEDS = 3, 4
 TV_RATE = 6.0
-LARGE = (("phantom", 64, 40), ("chest", 128, 40), ("phantom", 128, 40), ("phantom", 96, 40), ("phantom", 128, 20))
+LARGE = (("chest", 128, 40), ("phantom", 128, 40), ("phantom", 64, 40), ("phantom", 96, 40), ("phantom", 128, 20))
 FIRST = 10
 """Of the ten images of the table: `point="trained"` was chosen while looking at earlier ones."""
 
@@ -83,8 +83,8 @@ def table(store: Store, chosen: argparse.Namespace) -> None:
     """Image by image, so that an interrupted run has whole images."""
     for index, truth in enumerate(cells.kmnist(FIRST + (2 if chosen.quick else 10))[FIRST:], FIRST):
         for angles, percent in grid(chosen.quick):
-            name = f"cell {index} {angles} {percent}"
-            store.get(name, lambda: cells.cell(index, angles, percent, setting(chosen.quick), truth)[0])  # noqa: B023
+            name, how = f"cell {index} {angles} {percent}", setting(chosen.quick, angles, percent)
+            store.get(name, lambda: cells.cell(index, angles, percent, how, truth)[0])  # noqa: B023
 
 
 def column(store: Store, chosen: argparse.Namespace) -> None:
@@ -95,12 +95,14 @@ def column(store: Store, chosen: argparse.Namespace) -> None:
 
 
 def stopping(store: Store, chosen: argparse.Namespace) -> None:
-    store.get("stopping", lambda: cells.stopping(*((10, 20) if chosen.quick else (24, 1500))))
+    for seed in range(1 if chosen.quick else STOPPING_SEEDS):
+        size, iterations = (10, 20) if chosen.quick else (24, 1500)
+        store.get(f"stopping {seed}", lambda: cells.stopping(size, iterations, seed))  # noqa: B023
 
 
 def slices(store: Store, chosen: argparse.Namespace) -> None:
     """The phantom as it grows, and the chest slice, by products."""
-    channels, iterations, steps = ((4, 4), 20, 2) if chosen.quick else ((8, 8, 8, 8), 400, 6)
+    channels, iterations, steps = ((4, 4), 20, 2) if chosen.quick else ((16, 16, 16, 16), 1000, 10)
     sizes = (("phantom", 24, 10),) if chosen.quick else LARGE
     for name, size, angles in sizes:
         truth = large.chest(size) if name == "chest" else imaging.shepp_logan(size)

@@ -17,7 +17,7 @@ import lapis
 from lapis import imaging
 from lapis.cli import app
 from lapis.cli.tomography import load_image
-from lapis.imaging.deep.training import Task, fit_image
+from lapis.imaging.deep.training import Task, Trained, fit_image
 from lapis.imaging.deep.unet import UNet
 from lapis.imaging.tangent.complexity import VariationPrior, sampled_variances
 from lapis.imaging.tangent.exact import ExactModel
@@ -130,7 +130,13 @@ def test_the_ray_transform_agrees_with_scikit_image() -> None:
 
 def test_operators_refuse_what_does_not_fit() -> None:
     A = imaging.RayTransform(6, angles=4)
-    for wrong in (torch.zeros(5, 5), torch.zeros(()), "image", torch.zeros(6, 6, dtype=torch.complex64)):
+    for wrong in (
+        torch.zeros(5, 5),
+        torch.zeros(()),
+        "image",
+        torch.zeros(6, 6, dtype=torch.complex64),
+        np.eye(6) * 1j,
+    ):
         with pytest.raises(lapis.DataError):
             A @ wrong
     for options in ({"size": 1}, {"size": 6, "angles": []}, {"size": 6, "angles": "many"}, {"size": 6, "detectors": 0}):
@@ -547,6 +553,48 @@ def test_a_dead_image_is_trained_again_with_smaller_steps(
         fit_image(small(), Task(A, data.flatten().float(), inputs, noise, 1.0, 90, 1e4, 0))
 
 
+def test_the_evidence_is_looked_at_where_the_weights_average_also_after_an_interruption(
+    problem: tuple[imaging.RayTransform, Tensor, float], tmp_path: Path
+) -> None:
+    plain, steps = small(), []
+    plain.register_forward_pre_hook(lambda module, args: steps.append(module.state_dict()["inward.0.weight"].clone()))
+    alone = fit_image(plain, task(problem, 40))
+    average = steps[0]
+    for value in steps[1:21]:  # what step i finds is what step i - 1 left
+        average = 0.75 * average + 0.25 * value  # over a fifth of the 20 iterations between two looks
+
+    class Interrupted(Exception):
+        pass
+
+    def trained(network: UNet, path: Path, values: list[float], stop: int = 99) -> tuple[Trained, list[Tensor]]:
+        seen, count = [], iter(range(100))
+
+        def watch() -> float:
+            seen.append(network.state_dict()["inward.0.weight"].clone())
+            return values[len(seen) - 1]
+
+        def interrupt(module: nn.Module, args: object) -> None:
+            if next(count) == stop:
+                raise Interrupted
+
+        network.register_forward_pre_hook(interrupt)
+        return fit_image(network, task(problem, 40), watch=watch, looks=2, checkpoint=path), seen
+
+    whole = small()
+    outcome, seen = trained(whole, tmp_path / "whole.lapis", [2.0, 1.0])
+    assert torch.allclose(seen[0], average, atol=1e-6)
+    assert not torch.allclose(seen[0], steps[20], atol=1e-4)
+    assert outcome.losses == alone.losses
+    assert torch.equal(whole.state_dict()["inward.0.weight"], seen[0])
+    with pytest.raises(Interrupted):
+        trained(small(), tmp_path / "cut.lapis", [2.0], stop=30)
+    resumed = small()
+    later = trained(resumed, tmp_path / "cut.lapis", [1.0])[1]
+    assert len(later) == 1
+    assert torch.equal(later[0], seen[1])
+    assert torch.equal(resumed.state_dict()["inward.0.weight"], seen[0])
+
+
 @pytest.mark.filterwarnings("ignore:The trained network does not explain")
 def test_training_stops_when_the_evidence_falls_and_keeps_its_best_weights(
     problem: tuple[imaging.RayTransform, Tensor, float],
@@ -598,7 +646,7 @@ def test_reconstruct_refuses_what_makes_no_sense_before_any_work(
     for network in (nn.Linear(2, 2), nn.Conv2d(1, 1, 3, padding=1), nn.Flatten()):
         with pytest.raises(lapis.ModelError):
             imaging.reconstruct(A, data, network=network)
-    for wrong_data in (data[:2], data * math.nan, data * 255, "data", None, data.to(torch.complex64)):
+    for wrong_data in (data[:2], data * math.nan, data * 255, data * 0, "data", None, data.to(torch.complex64)):
         with pytest.raises(lapis.DataError):
             imaging.reconstruct(A, wrong_data)
 

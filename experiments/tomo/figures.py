@@ -95,21 +95,22 @@ def surrogates(samples: Mapping[str, Tensor]) -> Figure:
 
 
 def large(pictures: Mapping[str, Mapping[str, Tensor]]) -> Figure:
-    """A row for each large image: truth, back-projection, mean, error, error map."""
+    """A row for each large image: truth, back-projection, total variation, mean, error, error map."""
     with plots.style():
-        figure = Figure(figsize=(10.5, 2.3 * len(pictures)), layout="constrained")
-        axes = figure.subplots(len(pictures), 5, squeeze=False)
+        figure = Figure(figsize=(12.5, 2.3 * len(pictures)), layout="constrained")
+        axes = figure.subplots(len(pictures), 6, squeeze=False)
         for row, (name, found) in zip(axes, pictures.items(), strict=True):
             error = (found["truth"] - found["mean"]).abs()
             top = float(torch.quantile(torch.cat([error.flatten(), found["spread"].flatten()]), 0.995))
             shown = [
                 (name, found["truth"], "gray", 1.0), ("back-projection", found["FBP"], "gray", 1.0),
-                ("posterior mean", found["mean"], "gray", 1.0), ("|error|", error, "inferno", top),
+                ("total variation", found["TV"], "gray", 1.0), ("posterior mean", found["mean"], "gray", 1.0),
+                ("|error|", error, "inferno", top),
                 ("error map (1 sd)", found["spread"], "inferno", top),
             ]  # fmt: skip
             for place, (title, image, colours, high) in zip(row, shown, strict=True):
                 drawn = place.imshow(image.numpy(), cmap=colours, vmin=0, vmax=high)
                 place.set_title(title, fontsize=9)
                 place.set_axis_off()
-            figure.colorbar(drawn, ax=row[4], shrink=0.8)
+            figure.colorbar(drawn, ax=row[5], shrink=0.8)
     return figure

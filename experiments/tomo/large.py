@@ -57,6 +57,7 @@ def reconstructed(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Scores, time and peak memory of a reconstruction by products, and its pictures."""
     A, data, noise = cells.measured(truth, angles, 5, 0)
+    baseline = imaging.tv_reconstruction(A, data, noise**2, tolerance=1e-3, progress=False).image
     started, before, memory = time.perf_counter(), time.process_time(), PeakMemory()
     found = imaging.reconstruct(
         A, data, noise=noise, iterations=iterations, channels=channels, method="iterative", point="trained",
@@ -66,6 +67,7 @@ def reconstructed(
     spread = (found.std.square() + found.image_noise).sqrt()
     scores = cells.picture_scores(found.mean, truth) | {
         "network": imaging.psnr(found.network_image, truth), "back-projection": imaging.psnr(A.fbp(data), truth),
+        "total variation": imaging.psnr(baseline, truth),
         "log likelihood": float(found.log_prob(truth)) / truth.numel(),
         "within two": float(((found.mean - truth).abs() <= 2 * spread).double().mean()),
         "seconds": time.perf_counter() - started, "processor seconds": time.process_time() - before,
@@ -73,7 +75,7 @@ def reconstructed(
         "peak MiB": memory.beyond(), "weights": sum(block.size for block in found.prior.blocks),
         "iterations": iterations, "tuning steps": steps, "misfit / noise": found.misfit,
     }  # fmt: skip
-    return scores, {"truth": truth, "FBP": A.fbp(data), "mean": found.mean, "spread": spread}
+    return scores, {"truth": truth, "FBP": A.fbp(data), "TV": baseline, "mean": found.mean, "spread": spread}
 
 
 def product_cost(size: int, angles: int, channels: tuple[int, ...]) -> dict[str, float]:

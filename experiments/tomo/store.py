@@ -23,6 +23,7 @@ class Store:
             print(name, flush=True)  # noqa: T201
             self.entries[name] = make()
             partial = Path(f"{self.path}.partial")
-            partial.write_text(json.dumps(self.entries, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+            lines = (f"{json.dumps(key)}: {json.dumps(self.entries[key])}" for key in sorted(self.entries))
+            partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
             os.replace(partial, self.path)
         return self.entries[name]

@@ -95,6 +95,11 @@ def reconstruct(
     if low >= high:
         raise OptionError("Bad bounds", expected="low < high", got=repr(bounds), do="pass the range of the pixels")
     y = operator.flat(data)
+    if noise is None and not y.any():
+        raise DataError(
+            "There is nothing to reconstruct", expected="measurements other than zero", got="zeros",
+            do="check the data, or state their noise",
+        )  # fmt: skip
     guess = _checked_guess(operator, y, low, high)
     source = generator or torch.Generator().manual_seed(0)
     seed = int(torch.randint(2**62, (), generator=source, device=source.device))

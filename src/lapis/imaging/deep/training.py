@@ -24,6 +24,10 @@ WARM_UP, COOL_DOWN = 0.05, 0.25
 """Shares of the iterations over which the step size rises at first, and falls to zero in the end."""
 PATIENCE = 2
 """Looks at the evidence that may find it lower than before."""
+AVERAGED = 0.2
+"""Looks at the evidence are at averages of the weights, over this share of the iterations between two looks: those of
+single iterations jump about by more than looks differ.
+"""
 CONTRAST, LOOKED_EVERY, SLOWER, RESTARTS = 1e-6, 10, 1 / 3, 3
 """An image with less contrast is dead: its sigmoid is where the slope vanishes. That is looked for so often; training
 then begins again with smaller steps, a few times at most.
@@ -93,16 +97,17 @@ def fit_image(
     Args:
         network: makes images (1, height, width) of the task's inputs.
         task: data, loss, and how long.
-        watch: the log evidence of the linearised network. It is asked for `looks` times on the way; when it has fallen
-            twice in a row training ends, and the weights with the highest are kept.
+        watch: the log evidence of the linearised network. It is asked for `looks` times on the way, at an exponential
+            average of the weights; when it has fallen twice in a row training ends, and the average with the highest
+            is kept.
         looks: how often.
         checkpoint: a file that keeps the state, and from which an interrupted run goes on as if it had not been.
         progress: show a bar (None: on a terminal only).
     """
-    run = _Run(network, task)
     same = task.facts() | {"looks": looks if watch else 0, "weights": sum(p.numel() for p in network.parameters())}
     kept = Checkpoint(checkpoint, "deep image prior", same, "")
     every = max(1, task.iterations // looks)
+    run = _Run(network, task, every * AVERAGED if watch else 0.0)
     with restored_modes(network), torch.random.fork_rng(devices=[]), kept.guarded():
         torch.manual_seed(task.seed)
         run.mark()
@@ -112,14 +117,14 @@ def fit_image(
         left = range(run.iteration, task.iterations)
         for iteration in track(left, "deep image prior", len(left), progress):
             if watch is not None and run.look_is_due(every):
-                run.look(watch())
+                run.look(watch)
             if run.ended():
                 break
             network.train()
             run.step(iteration)
             kept.follow(run.state)
         if watch is not None and run.look_is_due(every):
-            run.look(watch())
+            run.look(watch)
         kept.follow(run.state, now=True)
     if run.best:
         load_model(network, run.best)
@@ -143,13 +148,16 @@ def _dead(task: Task) -> ModelError:
 
 
 class _Run:
-    def __init__(self, network: nn.Module, task: Task) -> None:
+    def __init__(self, network: nn.Module, task: Task, averaged: float) -> None:
         self.network, self.task = network, task
         self.optimiser = torch.optim.Adam(network.parameters(), lr=task.rate)
         self.iteration, self.trained = 0, Trained()
         self.best: dict[str, Tensor] = {}
         self.restarts = 0
         self._first = model_tensors(network)
+        self._averaged = averaged
+        """Iterations behind `_average`; 0 for none."""
+        self._average = model_tensors(network) if averaged else {}
         self._has_buffers = any(True for _ in network.buffers())
         self._random = torch.get_rng_state()
         self._whole = True
@@ -178,26 +186,40 @@ class _Run:
         self.optimiser.step()
         if iteration % LOOKED_EVERY == 0 and _is_dead(image):
             self._restart()
+        self._follow_weights()
         self.trained.losses.append(value)
         self.iteration = self.trained.stopped_at = iteration + 1
         self.mark()
+
+    def _follow_weights(self) -> None:
+        state = self.network.state_dict() if self._average else {}
+        for name, mean in self._average.items():
+            share = 1 / max(1.0, self._averaged)
+            mean.copy_(torch.lerp(mean, state[name], share) if mean.is_floating_point() else state[name])
 
     def _restart(self) -> None:
         self.restarts += 1
         if self.restarts > RESTARTS:
             raise _dead(self.task)
         load_model(self.network, self._first)
+        self._average = {name: value.clone() for name, value in self._first.items() if name in self._average}
         self.optimiser = torch.optim.Adam(self.network.parameters(), lr=self.task.rate)
 
     def look_is_due(self, every: int) -> bool:
         looks = self.trained.evidences
         return self.iteration > 0 and self.iteration % every == 0 and (not looks or looks[-1][0] != self.iteration)
 
-    def look(self, evidence: float) -> None:
+    def look(self, watch: Callable[[], float]) -> None:
         self._whole = False
+        there = model_tensors(self.network)
+        load_model(self.network, self._average)
+        try:
+            evidence = watch()
+        finally:
+            load_model(self.network, there)
         self.trained.evidences.append((self.iteration, evidence))
         if evidence >= max(value for _, value in self.trained.evidences):
-            self.best = model_tensors(self.network)
+            self.best = {name: value.clone() for name, value in self._average.items()}
         self._stop_at_best()
         self.mark()
 
@@ -215,6 +237,7 @@ class _Run:
         moments, facts = optimiser_parts(self.optimiser)
         tensors = {f"network.{name}": value for name, value in model_tensors(self.network).items()}
         tensors |= {f"optimiser.{name}": value.clone() for name, value in moments.items()}
+        tensors |= {f"average.{name}": value.clone() for name, value in self._average.items()}
         tensors |= {f"best.{name}": value for name, value in self.best.items()}
         tensors["random"] = self._random
         trained = self.trained
@@ -227,7 +250,7 @@ class _Run:
 
         load_model(self.network, part("network."))
         load_optimiser(self.optimiser, part("optimiser."), entry(facts, "optimiser", dict))
-        self.best = part("best.")
+        self._average, self.best = part("average."), part("best.")
         self.restarts = count(facts, "restarts", least=0, most=RESTARTS)
         self.iteration = self.trained.stopped_at = count(facts, "iteration", least=0)
         self.trained.losses = [float(value) for value in entry(facts, "losses", list)]

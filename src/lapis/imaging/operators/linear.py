@@ -138,7 +138,7 @@ class LinearOperator:
         return back * ((there * y).sum() / there.square().sum().clamp_min(1e-30))
 
     def _applied(self, value: Array, inward: tuple[int, ...], outward: tuple[int, ...], name: str) -> Array:
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) and value.dtype.kind in "buif":
             numbers = value if value.dtype in (np.float32, np.float64) else value.astype(np.float64)
             applied: Array = self._applied(
                 torch.from_numpy(np.ascontiguousarray(numbers)), inward, outward, name
