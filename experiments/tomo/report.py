@@ -58,9 +58,9 @@ def _settings(done: int, quick: bool) -> str:
         f"KMNIST, 28 x 28 pixels; U-net of {how.scales} scales x {how.channels} channels, {min(counts)} to "
         f"{max(counts)} iterations at rate {how.rate:g}: 3 % of those published (7,400 to 50,000, by angles and noise, "
         "for 32 channels) at a hundred times their rate; TV weights of the literature; noise, variances and lengths "
-        "tuned. TV takes the best of six weights by the true PSNR; its Gaussian has the other images' root mean squared "
-        f"error. Dropout: share .05, at least {how.dropout_iterations} iterations, 1,000 draws. Mean ± standard error "
-        f"over images; {done} of {every} cells so far."
+        "tuned. TV takes the best of six weights by the true PSNR; its Gaussian has the other images' root mean "
+        f"squared error. Dropout: .05, at least {how.dropout_iterations} iterations, 1,000 draws. Mean ± standard "
+        f"error over images; {done} of {every} cells so far."
     )
 
 
