@@ -73,6 +73,10 @@ SETTINGS = {
         "Fashion-MNIST, corrupted", lambda seed: stored("fashion_mnist", "mnist", seed, 2000, 250), corruptions(),
         _network, Training(25), 800,
     ),
+    "rotated_mnist_10k": Setting(
+        "MNIST, turned, 10,000 training images", lambda seed: stored("mnist", "fashion_mnist", seed, 10_000, 250),
+        rotations(), _network, Training(10), 2000, 4000,
+    ),
 }  # fmt: skip
 _BRIEF = Training(15, rate=1e-2, batch=32)
 QUICK = {

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import lapis
@@ -123,6 +124,21 @@ def test_a_low_rank_part_does_not_drown_a_network_in_noise() -> None:
     assert correlated.elbo > alone.elbo - 0.5 * len(x)
 
 
+def test_what_the_weights_know_is_not_given_up_at_the_start() -> None:
+    """Under the divergence's whole weight from the first step a tuned prior narrows to one class for all digits."""
+    digits = load_digits()
+    x, y = torch.tensor(digits.data[:200] / 16).float(), torch.tensor(digits.target[:200])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10))
+    optimiser = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(100):
+        optimiser.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    posterior = quick(model, (x, y), "classification", tune=True, steps=900)
+    assert float((posterior.predict(x, samples=20).probs.argmax(1) == y).double().mean()) > 0.9
+
+
 def test_noise_and_prior_are_those_of_the_highest_elbo() -> None:
     """At the optimum both have a closed form: sigma^2 = E_q[sse] / count, and P_g / E_q|theta_g - m_g|^2."""
     model, x, y = linear_problem()
@@ -149,6 +165,12 @@ def test_divergence_and_density_are_those_of_the_gaussian(rank: int) -> None:
     gaussian = torch.distributions.MultivariateNormal(mean, covariance)
     about = torch.distributions.MultivariateNormal(prior.mean.expand(8), precision_matrix=prior.vector().diag())
     torch.testing.assert_close(q.divergence(prior), torch.distributions.kl_divergence(gaussian, about))
+    leaves = [parameter.requires_grad_() for parameter in q.parameters()]
+    value, pull = q.pull(prior, prior.vector())
+    assert value == pytest.approx(float(q.divergence(prior).detach()))
+    torch.testing.assert_close(pull, list(torch.autograd.grad(q.divergence(prior), leaves)))
+    for parameter in leaves:
+        parameter.requires_grad_(False)
     best = q.best_prior(prior)
     for factor in (0.9, 1.1):
         assert q.divergence(best) < q.divergence(best.with_precision(best.precision * torch.tensor([factor, 1.0])))

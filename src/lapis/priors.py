@@ -94,7 +94,10 @@ class WeightPrior:
 
     def vector(self) -> Tensor:
         """Precision of every weight, (P,)."""
-        vector = self.precision if self.group_of is None else self.precision[self.group_index()]
+        vector = self.precision
+        if self.group_of is not None:
+            names, sizes = self.network.names, self.network.sizes
+            vector = torch.cat([vector[self.group_of[name]].expand(sizes[name]) for name in names])
         return vector if self.scales is None else vector * self.scales
 
     def group_index(self) -> Tensor:

@@ -56,6 +56,23 @@ class Approximation:
         known = (prior.vector() * moments).sum() - len(self.mean) - prior.logdet() - self.logdet()
         return 0.5 * known
 
+    def pull(self, prior: WeightPrior, precision: Tensor) -> tuple[float, list[Tensor]]:
+        """KL(q | prior) and its gradients in `parameters()`, for a step.
+
+        Mean-field in closed form and in the weights' dtype: Lambda (mean - m), and Lambda deviation^2 - 1.
+
+        Args:
+            precision: `prior.vector()` in that dtype, (P,).
+        """
+        if self.loadings is not None:
+            divergence = self.divergence(prior)
+            return float(divergence.detach()), list(torch.autograd.grad(divergence, self.parameters()))
+        with torch.no_grad():
+            away = self.mean - prior.mean.to(self.mean)
+            pull, squeeze = precision * away, (2 * self.log_deviation).exp_().mul_(precision)
+            squares = float(torch.dot(pull, away)) + float(squeeze.sum()) - len(away) - float(prior.logdet())
+            return 0.5 * squares - float(self.log_deviation.sum()), [pull, squeeze.sub_(1)]
+
     def best_prior(self, prior: WeightPrior) -> WeightPrior:
         """The precisions with the highest ELBO, P_g / E_q|theta_g - m_g|^2: that of each group in closed form."""
         with torch.no_grad():

@@ -32,8 +32,9 @@ LOADINGS_RATE = 0.5
 """Learning rate of the low-rank part, divided by the root of its number of entries: the noise of a step then adds the
 same share to every weight's variance for any rank, and moves whole directions by the same length for any network."""
 
-WARM_UP = 0.1
-"""Share of the steps before prior precisions are tuned: deviations that are still small would tighten the prior."""
+WARM_UP = 0.2
+"""Share of the steps in which the divergence's weight rises to one: under its whole weight from the start, q often
+gives up all that the weights know before the likelihood has narrowed it. Prior precisions are tuned afterwards."""
 
 CLIMB = 0.01
 """Nats an example by which the ELBO may still rise from one third of the steps at constant rate to the next."""
@@ -67,6 +68,7 @@ class Ascent:
     estimates: list[float] = field(default_factory=list)
     """The ELBO of each step, estimated from its batch."""
     optimiser: torch.optim.Adam = field(init=False)
+    _known: tuple[WeightPrior, Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         groups = [(self.rate, self.q.mean), (LOGARITHMIC_RATE, self.q.log_deviation)]
@@ -75,7 +77,7 @@ class Ascent:
             groups.append((rate, self.q.loadings))
         if self.log_noise is not None:
             groups.append((LOGARITHMIC_RATE, self.log_noise))
-        self.optimiser = torch.optim.Adam([{"params": [tensor], "first": rate} for rate, tensor in groups])
+        self.optimiser = torch.optim.Adam([{"params": [t], "first": rate} for rate, t in groups], fused=True)
 
     def current_likelihood(self) -> Likelihood:
         """The likelihood with the noise learnt so far."""
@@ -105,15 +107,13 @@ class Ascent:
         def loss(made: Pass) -> Tensor:
             return self.loss(made, batch).mean()
 
-        divergence = self.q.divergence(self.prior)
-        pull = torch.autograd.grad(divergence, parameters, allow_unused=True)  # the noise has no part in it
-        total = [torch.zeros_like(p) if g is None else g / self.n_data for p, g in zip(parameters, pull, strict=True)]
-        expected = 0.0
+        divergence, pull = self.q.pull(self.prior, self._precision())
+        expected, total = 0.0, [torch.zeros((), dtype=p.dtype, device=p.device) for p in parameters]
         for _ in range(self.passes):
             value, gradients = self.draws.gradient(batch.inputs, loss, parameters, generator)
             expected += float(value) / self.passes
-            total = [before + g / self.passes for before, g in zip(total, gradients, strict=True)]
-        estimate = -self.n_data * expected - float(divergence.detach())
+            total = [torch.add(before, g, alpha=1 / self.passes) for before, g in zip(total, gradients, strict=True)]
+        estimate = -self.n_data * expected - divergence
         if not math.isfinite(estimate):
             raise ModelError(
                 f"Variational inference diverged at step {self.done + 1}",
@@ -123,6 +123,8 @@ class Ascent:
             )
         for parameter, gradient in zip(parameters, total, strict=True):
             parameter.grad = gradient
+        for gradient, own in zip(total, pull, strict=False):  # the noise, last of all, has no part in the divergence
+            gradient.add_(own, alpha=min(1.0, (self.done + 1) / (WARM_UP * self.steps)) / self.n_data)
         for group in self.optimiser.param_groups:
             group["lr"] = group["first"] * self._decay()
         self.optimiser.step()
@@ -130,6 +132,12 @@ class Ascent:
         self.estimates.append(estimate)
         if self.tunes_prior and self.done >= WARM_UP * self.steps:
             self.prior = self.q.best_prior(self.prior)
+
+    def _precision(self) -> Tensor:
+        """The prior's precision of every weight in q's dtype; kept until the prior changes."""
+        if self._known is None or self._known[0] is not self.prior:
+            self._known = self.prior, self.prior.vector().to(self.q.mean)
+        return self._known[1]
 
     def _decay(self) -> float:
         """The share of the first learning rate at this step."""

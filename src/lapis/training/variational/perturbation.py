@@ -168,8 +168,7 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
 
 def _root(variance: Tensor) -> Tensor:
     """The square root, with gradient zero where it is zero: outputs that no uncertain weight reaches."""
-    positive = variance > 0
-    return torch.where(positive, variance, 1.0).sqrt() * positive
+    return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
 
 
 @dataclass
