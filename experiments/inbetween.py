@@ -4,11 +4,13 @@ A network with two hidden layers of 50 tanh units (2,600 weights and 101 biases)
 the data say nothing: the doubt should grow there, as that of the posterior does. All methods that have a prior share
 it, with the noise that made the data; the chain (Hamiltonian Monte Carlo on all 2,701 weights) is the truth for them.
 The distance is that of Wasserstein between the two Gaussians of a function value, sqrt((m - m')^2 + (s - s')^2),
-averaged over a region of inputs. Moments are kept in docs/results/: a run that was killed goes on from there.
+averaged over a region of inputs. Moments are kept in docs/results/, a file a seed: a run that was killed goes on from
+there, and the table is of all seeds that were run.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import math
@@ -21,6 +23,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 from common import COLOURS, RESULTS, arguments, report, save, table
+from methods import tables
 from torch import Tensor, nn
 from truth import hamiltonian, split_r_hat
 
@@ -44,6 +47,18 @@ class Doubt:
     def distance(self, other: Doubt, where: Tensor) -> float:
         gap = ((self.mean - other.mean).square() + (self.std - other.std).square()).sqrt()
         return float(gap[where].mean())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was measured for one seed."""
+
+    data: tuple[Tensor, Tensor]
+    grid: Tensor
+    exact: Doubt
+    found: dict[str, Doubt]
+    facts: dict[str, float]
+    """Of the chain."""
 
 
 def groups(examples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -281,51 +296,63 @@ def draw(
     return figure
 
 
+def measured(chosen: argparse.Namespace, seed: int) -> Cell:
+    """Every method and the chain on the problem of one seed."""
+    data = groups(60, torch.Generator().manual_seed(seed))
+    grid = torch.linspace(-REACH, REACH, 61 if chosen.quick else 181, dtype=F64)[:, None]
+    model = at_mode(network(seed), data, 200 if chosen.quick else 1000)
+    rows = None if chosen.quick else RESULTS / f"inbetween_{seed}.json"
+
+    def long_chain() -> tuple[Doubt, dict[str, float]]:
+        run, r_hat, acceptance = chain(model, data, grid, *((30, 2) if chosen.quick else (80, 8)), seed)
+        return run, {"r_hat": r_hat, "acceptance": acceptance}
+
+    exact, facts = kept(rows, "the chain", long_chain)
+    found = {
+        name: kept(rows, name, lambda make=make: (doubt(make, grid), {}))[0]
+        for name, make in methods(model, data, chosen.quick, seed).items()
+    }
+    return Cell(data, grid, exact, found, facts)
+
+
 def main() -> None:
     chosen = arguments(__doc__)
     warnings.simplefilter("ignore", lapis.LapisWarning)
-    data = groups(60, torch.Generator().manual_seed(chosen.seed))
-    grid = torch.linspace(-REACH, REACH, 61 if chosen.quick else 181, dtype=F64)[:, None]
-    x = grid[:, 0]
+    first = measured(chosen, chosen.seed)
+    kept_seeds = (
+        [] if chosen.quick else sorted(int(path.stem.split("_")[1]) for path in RESULTS.glob("inbetween_*.json"))
+    )
+    cells = [first, *(measured(chosen, seed) for seed in kept_seeds if seed != chosen.seed)]
+    x = first.grid[:, 0]
     regions = {
         "in between": (x >= GAP[0]) & (x <= GAP[1]),
         "at the data": (x.abs() >= 1) & (x.abs() <= 2),
         "beyond": x.abs() > 2.2,
     }
-    model = at_mode(network(chosen.seed), data, 200 if chosen.quick else 1000)
-    rows = None if chosen.quick else RESULTS / f"inbetween_{chosen.seed}.json"
-
-    def long_chain() -> tuple[Doubt, dict[str, float]]:
-        run, r_hat, acceptance = chain(model, data, grid, *((30, 2) if chosen.quick else (80, 8)), chosen.seed)
-        return run, {"r_hat": r_hat, "acceptance": acceptance}
-
-    exact, facts = kept(rows, "the chain", long_chain)
-    r_hat, acceptance = facts["r_hat"], facts["acceptance"]
-    found = {
-        name: kept(rows, name, lambda make=make: (doubt(make, grid), {}))[0]
-        for name, make in methods(model, data, chosen.quick, chosen.seed).items()
-    }
-    save(draw(found, exact, grid, data, regions["in between"]), "inbetween", chosen)
-    lines = [
-        (
-            name,
-            *(f"{float(own.std[where].mean()):.3f}" for where in regions.values()),
-            *("" if own is exact else f"{own.distance(exact, where):.3f}" for where in regions.values()),
-            f"{own.seconds:.0f}",
-        )
-        for name, own in {"the chain": exact, **found}.items()
-    ]
+    save(draw(first.found, first.exact, first.grid, first.data, regions["in between"]), "inbetween", chosen)
+    lines = []
+    for name in ("the chain", *first.found):
+        owns = [cell.exact if name == "the chain" else cell.found[name] for cell in cells]
+        line = [name, *(tables.cell([float(own.std[where].mean()) for own in owns]) for where in regions.values())]
+        for where in regions.values():
+            pairs = zip(owns, cells, strict=True)
+            away = [own.distance(cell.exact, where) for own, cell in pairs]
+            line.append("" if name == "the chain" else tables.cell(away))
+        lines.append([*line, f"{sum(own.seconds for own in owns) / len(owns):.0f}"])
     head = (
         "method", *(f"std, {region}" for region in regions), *(f"distance, {region}" for region in regions), "seconds"
     )  # fmt: skip
     picture = f"inbetween{'_quick' if chosen.quick else ''}.png"
+    r_hat = max(cell.facts["r_hat"] for cell in cells)
+    acceptance = sum(cell.facts["acceptance"] for cell in cells) / len(cells)
     text = (
         "# In-between uncertainty\n\n" + " ".join((__doc__ or "").split()) + "\n\n"
-        f"Regions: in between is {GAP[0]} to {GAP[1]}, beyond is |x| > 2.2. The chain: largest R-hat of a function "
-        f"value {r_hat:.3f}, acceptance {acceptance:.2f}. Seconds: making the posterior and predicting, on a shared "
+        f"Regions: in between is {GAP[0]} to {GAP[1]}, beyond is |x| > 2.2. Means over {len(cells)} seeds (data, "
+        "network and chain) ± their standard error. The chains: largest R-hat of a function value "
+        f"{r_hat:.3f}, mean acceptance {acceptance:.2f}. Seconds: making the posterior and predicting, on a shared "
         f"machine.\n\n{table(head, lines)}\n\n![In-between uncertainty](../figures/{picture})\n\n"
-        "The figure: mean and two standard deviations of the function; broken lines: those of the chain, from which "
-        "the distance in between (shaded) is given in every panel."
+        f"The figure, seed {chosen.seed}: mean and two standard deviations of the function; broken lines: those of the "
+        "chain, from which the distance in between (shaded) is given in every panel."
     )
     report("inbetween", text, chosen)
 
