@@ -16,7 +16,7 @@ from lapis.batches import Batch, batches
 from lapis.curvature.backward.per_example import PerExample
 from lapis.curvature.products.differentiation import LeanDuals, Pass, agrees_with_backward, differentiable, unpack_dual
 from lapis.curvature.products.ggn import ImplicitCurvature
-from lapis.curvature.products.jacobian import SPLIT_PARTS, Jacobian, shortcut_name
+from lapis.curvature.products.jacobian import Jacobian, shortcut_name
 from lapis.curvature.products.modes import (
     BATCHED_MODES,
     LARGE_GRAPH_BYTES,
@@ -24,6 +24,7 @@ from lapis.curvature.products.modes import (
     ONE_VECTOR_MODES,
     SEVERAL_VECTORS_MODES,
     SMALL_GRAPH_BYTES,
+    SPLIT_PARTS,
     default_mode,
 )
 from lapis.errors import DataError, OptionError
@@ -117,8 +118,24 @@ def test_large_graphs_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     whole, ahead = jacobian.ggn(v, likelihood, targets), jacobian.forward(v)
     count = len(jacobian.batches[0])
     assert jacobian._examples(1, count) == count
-    monkeypatch.setattr("lapis.curvature.products.jacobian.SPLIT_GRAPH_BYTES", 0)
+    monkeypatch.setattr("lapis.curvature.products.modes.SPLIT_GRAPH_BYTES", 0)
     assert jacobian._examples(1, count) == -(-count // SPLIT_PARTS) < count
+    torch.testing.assert_close(jacobian.ggn(v, likelihood, targets), whole)
+    for one, two in zip(jacobian.forward(v), ahead, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("mode", sorted(BATCHED_MODES))
+def test_wide_tangents_are_worked_on_in_parts(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest layer's tangents of all vectors stay within a limit: the same products."""
+    jacobian, likelihood, targets = problem(mode=mode)
+    v = torch.randn(3, jacobian.size, generator=torch.Generator().manual_seed(0), dtype=F64)
+    whole, ahead = jacobian.ggn(v, likelihood, targets), jacobian.forward(v)
+    count, largest = len(jacobian.batches[0]), jacobian._graph_bytes()[1]
+    assert jacobian._examples(3, count) == count
+    monkeypatch.setattr("lapis.curvature.products.modes.TANGENT_BYTES", 3 * largest * 2)
+    assert jacobian._examples(3, count) == 2 < count
+    assert jacobian._examples(1, count) == count
     torch.testing.assert_close(jacobian.ggn(v, likelihood, targets), whole)
     for one, two in zip(jacobian.forward(v), ahead, strict=True):
         torch.testing.assert_close(one, two)

@@ -32,6 +32,7 @@ from lapis.curvature.products.modes import (
     SEVERAL_VECTORS_MODES,
     checked_mode,
     default_mode,
+    least_parts,
 )
 from lapis.curvature.products.timing import TIMED_VECTORS, accepted_slowdown, fastest, timed_examples, worth_timing
 from lapis.errors import DataError, LapisError, OptionError
@@ -40,12 +41,6 @@ from lapis.network import Network
 
 KEPT_ROWS_BYTES = 16 * 2**20
 """J is computed once and kept if it takes at most this many bytes: reading it is faster than running the network."""
-
-SPLIT_GRAPH_BYTES, SPLIT_PARTS = 16 * 2**20, 3
-"""In mode "one_pass", a batch whose graph holds more bytes than the first of these is worked on in so many parts.
-The mode takes about three times the graph's memory; three parts take no more than the graph of the whole batch, and are
-still large enough to keep the processor busy.
-"""
 
 OUTPUT_COPIES = 4
 """Float64 arrays of the outputs' size in memory while a vector is pushed and multiplied by the curvature in f."""
@@ -370,7 +365,7 @@ class Jacobian:
         mode = self.mode_for(together)
         each = 3 * graph + (4 * together * largest if mode in BATCHED_MODES else 0)
         each += together * OUTPUT_COPIES * 8 * self.outputs[0][0].numel()
-        parts = SPLIT_PARTS if mode == "one_pass" and count * graph > SPLIT_GRAPH_BYTES else 1
+        parts = least_parts(mode, count, together, graph, largest)
         return max(1, min(math.ceil(count / parts), self.memory_budget // (2 * max(1, each))))
 
     def _graph_bytes(self) -> tuple[int, int]:
