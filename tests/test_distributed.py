@@ -33,6 +33,13 @@ def regression() -> tuple[nn.Module, Tensor, Tensor]:
     return model, x, torch.stack([x[:, 0].sin(), x[:, 1]], 1)
 
 
+def held_out(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Inputs far from the data, with classes drawn from the network's probabilities; some doubt predicts them best."""
+    source = torch.Generator().manual_seed(2)
+    x = 3 * torch.randn(N, 4, dtype=DOUBLE, generator=source)
+    return x, torch.multinomial(model(x).softmax(1), 1, generator=source)[:, 0]
+
+
 def fits(distributed: Any) -> dict[str, Any]:
     """Everything that must not depend on the number of processes."""
     found: dict[str, Any] = {}
@@ -62,10 +69,22 @@ def fits(distributed: Any) -> dict[str, Any]:
     for name, inputs in (("tensor", x), ("data set", TensorDataset(x, y)), ("few", x[:1])):
         found[f"predicted {name}"] = kronecker.predict(inputs, distributed=bool(distributed)).probs
     found["sampled"] = kronecker.predict(x, "sampled", samples=3, distributed=bool(distributed)).probs
+    held = held_out(model)
+    options["memory_budget"] = 9999  # no room for all outputs under all candidates: each takes a pass
+    passed = lapis.laplace(model, (x, y), "classification", structure="ekfac", **options)
+    del options["memory_budget"]
+    calibrated: list[Any] = [each.calibrate(held, distributed=distributed) for each in (kronecker, passed)]
     model, x, y = regression()
     for structure in ("dense", "kronecker"):  # whose outputs are kept apart, each with a noise of its own
         posterior = lapis.laplace(model, (x, y), "regression", structure=structure, **options)
         found[f"own noise, {structure}"] = posterior.tune().likelihood.noise
+    held = x.flip(1), torch.stack([x[:, 3].sin(), x[:, 2]], 1)
+    drawn = lapis.laplace(model, (x, y), "regression", structure="implicit").draw(3)  # type: ignore[attr-defined]
+    calibrated.append(drawn.calibrate(TensorDataset(*held), distributed=distributed))
+    for number, each in enumerate(calibrated):
+        record, prediction = each.calibration, each.predict(held[0])
+        found[f"calibrated {number}"] = prediction.probs if number < 2 else prediction.variance
+        found[f"record {number}"] = torch.tensor([record.after, record.plain, record.before, record.n_data])
     for name, data in (
         ("loader", DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)),
         ("batches", [(x[:9], y[:9]), (x[9:11], y[9:11]), (x[11:], y[11:])]),
@@ -120,7 +139,14 @@ def pieces(rank: int) -> dict[str, Any]:
     sampler = torch.utils.data.DistributedSampler(TensorDataset(x, y), 2, rank)
     options["structure"] = "diagonal"
     broken = (x * torch.inf, y) if rank else (x, y)
+    kept, new = lapis.laplace(model, (x, y), "classification", weights="all"), held_out(model)
     failures = {
+        "calibrate": lambda: implicit.calibrate(new, distributed=True),
+        "others": lambda: kept.with_prior(1.0 + rank).calibrate(new, distributed=True),
+        "twice": lambda: kept.calibrate([new], distributed="shards"),
+        "links": lambda: kept.calibrate(new, link="other", distributed=True),
+        "bad": lambda: kept.calibrate(broken, distributed=True),
+        "nothing": lambda: kept.calibrate([], distributed="shards"),
         "orders": lambda: lapis.laplace(model, (x[order], y[order]), "classification", distributed=True, **options),
         "same": lambda: lapis.laplace(model, [(x, y)], "classification", distributed="shards", **options),
         "networks": lambda: lapis.laplace(other, (x, y), "classification", distributed=True, **options),
@@ -163,6 +189,8 @@ def test_each_rank_may_have_examples_of_its_own_and_all_end_together(tmp_path: P
         "orders": "different orders", "same": "same examples", "networks": "agree on the network",
         "sampler": "DistributedSampler", "lengths": "different data", "none": "no data", "update": "cannot",
         "refine": "cannot be refined", "predict": "solve together", "joint": "joint", "iterator": "iterator",
+        "calibrate": "solve together", "others": "agree on the posterior", "twice": "same examples", "links": "link",
+        "bad": "finite", "nothing": "no data",
     }  # fmt: skip
     for name, word in words.items():
         assert word in first[name], (name, first[name])
@@ -200,6 +228,11 @@ def with_empty(distributed: bool, rank: int = 0) -> dict[str, Any]:
             found["tuned"] = torch.tensor([float(whole.tune().weight_prior.precision), whole.tune().width])
             refined = whole.refine(batches, distributed="shards" if distributed else False, max_rounds=2, tolerance=1.0)
             found["refined"], found["elbo"] = refined.mean, refined.elbo()
+            new, classes = held_out(model)
+            own: Any = [(new[cut], classes[cut])] if batches else []
+            for name, data, how in (("shards", own, "shards"), ("few", (new[:2], classes[:2]), True)):
+                calibrated = whole.calibrate(data, distributed=how if distributed else False)
+                found[f"calibrated by {name}"] = calibrated.predict(x).probs
     implicit = lapis.laplace(
         model,
         batches,
@@ -258,6 +291,39 @@ def test_a_killed_rank_ends_the_others_and_the_fit_goes_on_from_their_checkpoint
     for found in resumed:
         assert isinstance(found, dict), found
         assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(expected[name])) for name in expected)
+
+
+def calibrated(rank: int, path: Path, most: int) -> Any:
+    """Two calibrations of which the rank is cut short after so many of its files were written; 0: never."""
+    model, x, y = problem()
+    checkpoints.SAVE_SECONDS, written = 0.0, 0
+    write = checkpoints.write
+
+    def counted(*arguments: Any) -> None:
+        nonlocal written
+        write(*arguments)
+        written += 1
+        if written == most:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoints.write = counted
+    fitted = lapis.laplace(model, (x, y), "classification", weights="all")
+    held, options = held_out(model), {"distributed": True, "batch_size": 4}
+    swept = fitted.calibrate(held, checkpoint=path, **options)  # type: ignore[arg-type]
+    fitted = lapis.laplace(model, (x, y), "classification", weights="all", memory_budget=9999)
+    passed = fitted.calibrate(held, checkpoint=path.with_suffix(".passes"), **options)  # type: ignore[arg-type]
+    return swept.predict(x).probs, passed.predict(x).probs, written
+
+
+def test_a_divided_calibration_goes_on_from_the_files_of_its_ranks(tmp_path: Path) -> None:
+    (one, two, alone), _ = run(lambda rank: calibrated(rank, tmp_path / "alone", 0), 2, tmp_path / "a")
+    cut, gone = run(lambda rank: calibrated(rank, tmp_path / "cut", 9 * rank), 2, tmp_path / "b")
+    assert gone is None
+    assert cut.startswith("RankError: Another process of the group died")
+    for first, second, written in run(lambda rank: calibrated(rank, tmp_path / "cut", 0), 2, tmp_path / "c"):
+        assert torch.equal(first, one)
+        assert torch.equal(second, two)
+        assert written < alone  # they went on
 
 
 def test_ranks_are_needed() -> None:

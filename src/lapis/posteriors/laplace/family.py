@@ -29,6 +29,7 @@ from lapis.posteriors.laplace.refinement.rounds import Refinement
 from lapis.posteriors.posterior import Facts, State
 from lapis.priors import Groups, Prior, WeightPrior, as_prior
 from lapis.schema import optional, record, wrong
+from lapis.shards import Distributed
 
 TANGENT = ("converged", "remaining", "iterations", "products", "reason")
 """Fields of `TangentMode` that a file holds besides its tensors."""
@@ -205,6 +206,7 @@ class LaplaceFamily(Refinable):
         *,
         link: str | None = None,
         batch_size: int | None = None,
+        distributed: Distributed = False,
         checkpoint: str | os.PathLike[str] | None = None,
         progress: bool | None = None,
     ) -> Self:
@@ -212,26 +214,24 @@ class LaplaceFamily(Refinable):
 
         All precisions are multiplied by a common factor, then up to 8 groups each by its own, where every block of the
         structure belongs to one group. Stored structures need one pass over the data; each candidate of others is a
-        prediction of all of them. The network alone is among the candidates, so that the result is never worse than it
-        on these data: where it wins, the result has a prior precision so large that it predicts as the network does,
-        and a warning says so. The result's `calibration` records the search.
+        prediction of all of them. The network alone is a candidate too; where it wins, a warning says so.
 
         Args:
             validation: data that the network was not trained on, in any form that `lapis.laplace` takes.
             temperature: choose temperatures too: that of the posterior, where the likelihood enters as
                 p(D | theta)^(1 / temperature), and, for classification, that of the predictions: logits are multiplied
-                by a `sharpness` (temperature scaling), which can make a network that is too cautious surer. The network
-                alone is then a candidate with its logits scaled, and a weak prior, log sharpness ~ N(0, 1), keeps a
-                few examples that are all predicted well from asking for boundless certainty.
+                by a `sharpness` (temperature scaling), those of the network alone too. A weak prior, log sharpness ~
+                N(0, 1), keeps a few examples that are all predicted well from asking for boundless certainty.
             link: for classification, how Gaussian logits become probabilities: see `predict`.
             batch_size: for data that are not batched yet.
-            checkpoint: a file that a call with the same arguments goes on from, to the same numbers bit for bit.
+            distributed: divide the data among the processes of torch.distributed, as `lapis.laplace` does.
+            checkpoint: a file that the same call goes on from, to the same numbers bit for bit; one for each rank.
             progress: show a bar; by default on a terminal only.
         """
         check_arguments(LaplaceFamily.calibrate, locals())
         with self.network.held():
             self.check_network()
-            return calibrate(self, validation, temperature, link, batch_size, checkpoint, progress)
+            return calibrate(self, validation, temperature, link, batch_size, distributed, checkpoint, progress)
 
     # changes ---------------------------------------------------------------------------------------
 

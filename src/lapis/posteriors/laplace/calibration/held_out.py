@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch, all_finite, naming
-from lapis.checkpoint import Checkpoint
 from lapis.curvature.backward.seeds import position_seeds, unit_factor
 from lapis.curvature.blocks.block import common_group
 from lapis.curvature.blocks.sweep import sweep
@@ -32,10 +32,11 @@ from lapis.curvature.outputs import check_width
 from lapis.curvature.working_memory import examples_at_once
 from lapis.errors import NotPositiveDefiniteError
 from lapis.likelihoods import Likelihood
+from lapis.posteriors.laplace.calibration.recalled import Part, Recalled
 from lapis.predictions import LatentGaussian
 from lapis.predictions import predict as predict_outputs
 from lapis.progress import track
-from lapis.schema import entry, sound
+from lapis.ranks import Ranks
 
 if TYPE_CHECKING:
     from lapis.posteriors.laplace.stored import LaplacePosterior
@@ -86,47 +87,6 @@ def noisier(likelihood: Likelihood, octaves: float) -> Likelihood:
     return likelihood.with_noise(likelihood.noise.detach() * 2**octaves)
 
 
-class Recalled:
-    """What a calibration found so far, in order, from a checkpoint: a run that goes on takes it from there.
-
-    Which passes and candidates come next depends on what was found before only, and so does the order.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self.tensors: dict[str, Tensor] = {}
-        self.pieces: list[dict[str, Any]] = []
-        self._before = list(entry(checkpoint.facts, "pieces", list[dict[str, Any]])) if checkpoint.facts else []
-
-    def part(self, make: Callable[[], _Part], device: torch.device) -> _Part:
-        """Held-out examples on a grid, in the order in which they are asked for."""
-        number = len(self.pieces)
-        names = [f"{number}.{name}" for name in ("mean", "grid", "targets")]
-        if number < len(self._before):
-            shape = entry(self._before[number], "shape", list[int])
-            with sound("calibration"):
-                mean, grid, targets = (self.checkpoint.tensors[name].to(device) for name in names)
-                made = _Part(mean, grid, targets, tuple(shape))
-        else:
-            made = make()
-        tensors = dict(zip(names, (made.mean, made.grid, made.targets), strict=True))
-        self._found({"shape": list(made.raw_shape)}, tensors)
-        return made
-
-    def value(self, make: Callable[[], float]) -> float:
-        """The log likelihood of a candidate."""
-        known = self._before[len(self.pieces) :]
-        found = float(entry(known[0], "value", float | str)) if known else make()
-        self._found({"value": found if math.isfinite(found) else str(found)}, {})
-        return found
-
-    def _found(self, fact: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self.pieces.append(fact)
-        self.tensors |= tensors
-        if len(self.pieces) > len(self._before):
-            self.checkpoint.offer(self.tensors, {"pieces": self.pieces})
-
-
 class HeldOut(ABC):
     """The log likelihood of batches of held-out data, summed over examples."""
 
@@ -134,15 +94,45 @@ class HeldOut(ABC):
     """u may be STEP times any of these, without a pass over the data; None where every candidate takes a pass."""
 
     def __init__(
-        self, posterior: LinearisedPosterior, batches: Sequence[Batch], link: Any, recalled: Recalled | None = None
+        self,
+        posterior: LinearisedPosterior,
+        batches: Sequence[Batch],
+        link: Any,
+        recalled: Recalled | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.posterior, self.batches, self.link, self.recalled = posterior, batches, link, recalled
+        self.ranks = ranks
+        """The processes that hold a part of the data each; None for one."""
         self.axes = 1
         """How many prior precisions can be changed one by one; 1 where all change together."""
-        self._plain = [self._outputs(batch) for batch in batches]
-        f = self._plain[0][0][:1]
-        latent = LatentGaussian(f, torch.zeros_like(f))
-        predict_outputs(posterior.likelihood, latent, link=link)  # refuses unknown links
+        with together(ranks):
+            self._plain = [self._outputs(batch) for batch in batches]
+            for f, _ in self._plain[:1]:
+                latent = LatentGaussian(f[:1], torch.zeros_like(f[:1]))
+                predict_outputs(posterior.likelihood, latent, link=link)  # refuses unknown links
+
+    @property
+    def count(self) -> int:
+        """Held-out examples."""
+        return summed(sum(map(len, self.batches)), self.ranks)
+
+    def _total(self, make: Callable[[], float]) -> float:
+        """The sum over all ranks of a sum over examples; one exchange, unless a rank has no number to give."""
+        if self.ranks is None:
+            return make()
+        number, cause = math.nan, None
+        try:
+            number = make()
+        except Exception as error:  # noqa: BLE001  (the others must hear of it; raised below)
+            cause = error
+        own = torch.tensor(number, dtype=torch.float64, device=self.posterior.network.device)
+        total = float(self.ranks.total(own))
+        if math.isnan(total):
+            with self.ranks.together("held-out data"):
+                if cause is not None:
+                    raise cause
+        return total
 
     def _outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """f and targets of a batch, canonical."""
@@ -157,12 +147,12 @@ class HeldOut(ABC):
     def plain(self, noise: float, sharpness: float = 0.0) -> float:
         """Of the network alone, with its noise times 2^noise and its logits times 2^sharpness."""
         likelihood = noisier(self.posterior.likelihood, noise)
-        return -sum(float(likelihood.nll(2**sharpness * f, y).sum()) for f, y in self._plain)
+        return self._total(lambda: -sum(float(likelihood.nll(2**sharpness * f, y).sum()) for f, y in self._plain))
 
     def log_likelihood(self, setting: Setting) -> float:
         """Of the posterior's predictions; minus infinity where they do not exist."""
 
-        def found() -> float:
+        def own() -> float:
             try:
                 total = sum(float(part.double().sum()) for part in self._log_probs(setting))
             except NotPositiveDefiniteError:
@@ -170,8 +160,8 @@ class HeldOut(ABC):
             return -math.inf if math.isnan(total) else total
 
         if self.recalled is None or self.indices is not None:  # else a candidate takes a pass over the data
-            return found()
-        return self.recalled.value(found)
+            return self._total(own)
+        return self.recalled.value(lambda: self._total(own))
 
     @abstractmethod
     def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
@@ -203,6 +193,18 @@ class Predicted(HeldOut):
     _latest: tuple[tuple[float, ...], list[LatentGaussian]] | None = None
     """The last u, and the outputs under it."""
 
+    def __init__(
+        self,
+        posterior: LinearisedPosterior,
+        batches: Sequence[Batch],
+        link: Any,
+        recalled: Recalled | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__(posterior, batches, link, recalled, ranks)
+        if recalled is not None:
+            recalled.agree()
+
     def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
         if self._latest is None or self._latest[0] != setting.u:
             changed = Setting(setting.u).applied(self.posterior)
@@ -215,26 +217,23 @@ class Narrowed(HeldOut):
     """Of a covariance V / u that is known as a whole only, as that of draws: from one prediction of the data."""
 
     def __init__(
-        self, posterior: LinearisedPosterior, batches: Sequence[Batch], link: Any, indices: range, progress: bool | None
+        self,
+        posterior: LinearisedPosterior,
+        batches: Sequence[Batch],
+        link: Any,
+        indices: range,
+        progress: bool | None,
+        ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(posterior, batches, link)
+        super().__init__(posterior, batches, link, None, ranks)
         self.indices = indices
         tracked = track(batches, "held-out data", len(batches), progress)
-        self._latents = [self._latent(posterior, batch) for batch in tracked]
+        with together(ranks):
+            self._latents = [self._latent(posterior, batch) for batch in tracked]
 
     def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
         for batch, latent in zip(self.batches, self._latents, strict=True):
             yield self._log_prob(latent, 2.0 ** -setting.u[0], setting, batch.targets)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Held-out examples of one shape: means (B, T, C), F (groups, K, B, T, C[, C]) on the grid, targets as given."""
-
-    mean: Tensor
-    grid: Tensor
-    targets: Tensor
-    raw_shape: tuple[int, ...]
 
 
 class Swept(HeldOut):
@@ -251,13 +250,15 @@ class Swept(HeldOut):
         indices: range,
         progress: bool | None,
         recalled: Recalled | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(posterior, batches, link, recalled)
+        super().__init__(posterior, batches, link, recalled, ranks)
         self.indices, self.progress = indices, progress
         self.full = posterior._full_by_default()
         self.groups = self._groups(len(indices))
         self.axes = max(self.groups) + 1
-        self._parts = self._pass(indices)
+        with together(ranks):
+            self._parts = self._pass(indices)
 
     def _groups(self, factors: int) -> list[int]:
         """The group of each block; all in one if some block has several, if they are many, or do not fit in memory."""
@@ -266,19 +267,22 @@ class Swept(HeldOut):
         several = [group for group in found if group is not None]
         count = len(prior.precision)
         apart = len(several) == len(found) and len(set(several)) == count <= MOST_GROUPS
-        return several if apart and fits(self.posterior, self.batches, factors * count) else [0] * len(found)
+        return (
+            several if apart and fits(self.posterior, self.batches, factors * count, self.ranks) else [0] * len(found)
+        )
 
     def extend(self, below: int, above: int) -> None:
         """Add so many grid points at the two ends, by another pass over the data."""
         old = self.indices
         lower, upper = range(old.start - below, old.start), range(old.stop, old.stop + above)
-        pieces = [self._pass(part) if part != old else self._parts for part in (lower, old, upper) if len(part)]
+        with together(self.ranks):
+            pieces = [self._pass(part) if part != old else self._parts for part in (lower, old, upper) if len(part)]
         self._parts = [
             replace(same[0], grid=torch.cat([part.grid for part in same], 1)) for same in zip(*pieces, strict=True)
         ]
         super().extend(below, above)
 
-    def _pass(self, indices: range) -> list[_Part]:
+    def _pass(self, indices: range) -> list[Part]:
         posterior, curvature = self.posterior, self.posterior.curvature
         precision = posterior.weight_prior.precision
         factors = (STEP * torch.tensor(indices, dtype=torch.float64, device=precision.device)).exp2()
@@ -286,7 +290,7 @@ class Swept(HeldOut):
         scale = posterior.scale.detach()
         sweeps = [sweep(block, prior, scale, factors) for block in curvature.blocks]
         work = work_bytes(posterior.facts.memory_budget)
-        found: dict[Any, list[_Part]] = {}
+        found: dict[Any, list[Part]] = {}
         for batch in track(self.batches, "held-out data", len(self.batches), self.progress):
             for part in batch.split(examples_at_once(curvature, 2 * curvature.outputs, work)):
                 make = partial(self._part, part, sweeps)
@@ -296,7 +300,7 @@ class Swept(HeldOut):
                 found.setdefault(key, []).append(made)
         return [_joined(parts) for parts in found.values()]
 
-    def _part(self, batch: Batch, sweeps: Sequence[Any]) -> _Part:
+    def _part(self, batch: Batch, sweeps: Sequence[Any]) -> Part:
         posterior, curvature = self.posterior, self.posterior.curvature
         record = curvature.tape.record(batch.inputs)
         f = record.f.detach()
@@ -311,7 +315,7 @@ class Swept(HeldOut):
                 total[group] = found if before is None else before.add_(found)
             by_position.append(torch.stack([part for part in total if part is not None]))
         mean = f if posterior.mean is posterior.point else f + posterior._shift(batch.inputs).to(f.dtype)
-        return _Part(mean, torch.stack(by_position, 3), batch.targets, tuple(record.raw_shape))
+        return Part(mean, torch.stack(by_position, 3), batch.targets, tuple(record.raw_shape))
 
     def _log_probs(self, setting: Setting) -> Iterator[Tensor]:
         places = [round(u / STEP) - self.indices.start for u in setting.u]
@@ -329,11 +333,11 @@ class Swept(HeldOut):
             yield self._log_prob(latent, 2.0**setting.v, setting, part.targets)
 
 
-def _joined(parts: Sequence[_Part]) -> _Part:
+def _joined(parts: Sequence[Part]) -> Part:
     if len(parts) == 1:
         return parts[0]
     shape = (sum(part.raw_shape[0] for part in parts), *parts[0].raw_shape[1:])
-    return _Part(
+    return Part(
         torch.cat([part.mean for part in parts]),
         torch.cat([part.grid for part in parts], 2),
         torch.cat([part.targets for part in parts]),
@@ -341,11 +345,22 @@ def _joined(parts: Sequence[_Part]) -> _Part:
     )
 
 
-def fits(posterior: LinearisedPosterior, batches: Sequence[Batch], slices: int) -> bool:
-    """Whether so many (co)variances of all held-out outputs fit in their share of the memory budget."""
-    outputs = posterior.n_outputs
-    network = posterior.network
-    with network.prepared(), torch.no_grad():
-        positions = posterior.likelihood.canonical(network.call(batches[0].inputs)).shape[1]
+def fits(posterior: LinearisedPosterior, batches: Sequence[Batch], slices: int, ranks: Ranks | None = None) -> bool:
+    """Whether so many (co)variances of all held-out outputs fit in their share of the memory budget, on every rank."""
+    outputs, network, positions = posterior.n_outputs, posterior.network, 0
+    with together(ranks), network.prepared(), torch.no_grad():
+        for batch in batches[:1]:
+            positions = posterior.likelihood.canonical(network.call(batch.inputs)).shape[1]
     each = positions * outputs * (outputs if posterior._full_by_default() else 1) * network.dtype.itemsize
-    return slices * each * sum(map(len, batches)) <= posterior.facts.memory_budget // SHARE
+    found = slices * each * sum(map(len, batches)) <= posterior.facts.memory_budget // SHARE
+    return found if ranks is None else all(ranks.numbers(int(found)))
+
+
+def together(ranks: Ranks | None) -> AbstractContextManager[None]:
+    """Work that ends for all ranks when it fails on one of them."""
+    return nullcontext() if ranks is None else ranks.together("held-out data")
+
+
+def summed(number: int, ranks: Ranks | None) -> int:
+    """The sum of whole numbers over the ranks."""
+    return number if ranks is None else sum(ranks.numbers(number))

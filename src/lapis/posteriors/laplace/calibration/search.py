@@ -9,23 +9,27 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lapis.batches import Batch, batches, digest
+from lapis.batches import Batch, digest
 from lapis.checkpoint import Checkpoint
 from lapis.curvature.sums import Curvature
-from lapis.errors import LapisWarning, OptionError
+from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.files import tensors_digest
 from lapis.posteriors.laplace.calibration.held_out import (
     STEP,
     HeldOut,
     Narrowed,
     Predicted,
-    Recalled,
     Setting,
     Swept,
     fits,
     noisier,
+    summed,
 )
+from lapis.posteriors.laplace.calibration.recalled import Recalled
+from lapis.posteriors.same_data import hold_batches
 from lapis.progress import track
+from lapis.ranks import Ranks
+from lapis.shards import Distributed, Shard, shard
 
 if TYPE_CHECKING:
     from lapis.posteriors.laplace.family import LaplaceFamily
@@ -106,6 +110,7 @@ def calibrate(
     temperature: bool,
     link: Any,
     batch_size: int | None,
+    distributed: Distributed,
     checkpoint: str | os.PathLike[str] | None,
     progress: bool | None,
 ) -> Fitted:
@@ -117,25 +122,32 @@ def calibrate(
             got=repr(temperature),
             do="set it by with_temperature(...), and leave it out here",
         )
-    held = _batches(posterior, validation, batch_size)
+    held, ranks = _held(posterior, validation, batch_size, distributed)
     sharpness, posterior = posterior.sharpness, replace(posterior, sharpness=1.0)
     start = Setting((), sharpness=math.log2(sharpness))
-    recalled = _recalled(checkpoint, posterior, held, {"temperature": temperature, "link": link, "start": sharpness})
-    if isinstance(posterior.curvature, Curvature) and fits(posterior, held, len(GRID)):
+    asked = {"temperature": temperature, "link": link, "start": sharpness}
+    recalled = _recalled(checkpoint, posterior, held, asked, ranks)
+    if isinstance(posterior.curvature, Curvature) and fits(posterior, held, len(GRID), ranks):
         stored: Any = posterior
-        best, record = _searched(Swept(stored, held, link, GRID, progress, recalled), start, temperature, progress)
+        swept = Swept(stored, held, link, GRID, progress, recalled, ranks)
+        best, record = _searched(swept, start, temperature, progress)
     else:
-        best, record = _searched(Predicted(posterior, held, link, recalled), start, temperature, progress)
+        best, record = _searched(Predicted(posterior, held, link, recalled, ranks), start, temperature, progress)
     result: Fitted = replace(best.applied(posterior), calibration=record)
     return replace(result, mean=posterior.point, refinement=None, width=1.0) if record.prefers_plain else result
 
 
 def calibrate_draws(
-    posterior: DrawnPosterior, validation: Any, link: Any, batch_size: int | None, progress: bool | None
+    posterior: DrawnPosterior,
+    validation: Any,
+    link: Any,
+    batch_size: int | None,
+    distributed: Distributed,
+    progress: bool | None,
 ) -> DrawnPosterior:
     """See `DrawnPosterior.calibrate`."""
-    held = _batches(posterior, validation, batch_size)
-    best, record = _searched(Narrowed(posterior, held, link, GRID, progress), Setting(()), False, progress)
+    held, ranks = _held(posterior, validation, batch_size, distributed)
+    best, record = _searched(Narrowed(posterior, held, link, GRID, progress, ranks), Setting(()), False, progress)
     likelihood, deviations = noisier(posterior.likelihood, best.noise), posterior.deviations * 2.0 ** (-best.u[0] / 2)
     return replace(
         posterior,
@@ -147,11 +159,17 @@ def calibrate_draws(
 
 
 def _recalled(
-    checkpoint: str | os.PathLike[str] | None, posterior: LaplaceFamily, held: list[Batch], settings: dict[str, Any]
+    checkpoint: str | os.PathLike[str] | None,
+    posterior: LaplaceFamily,
+    held: list[Batch],
+    settings: dict[str, Any],
+    ranks: Ranks | None,
 ) -> Recalled | None:
-    """What an earlier run with the same posterior and data found; None without a path."""
+    """What an earlier run with the same posterior and data found; None without a path. Every rank has its own file."""
     if checkpoint is None:
         return None
+    if ranks is not None:
+        checkpoint = f"{os.fspath(checkpoint)}.{ranks.rank}of{ranks.size}"
     state = posterior.state()
     same = settings | {
         "posterior": tensors_digest(state.tensors, f"{posterior.likelihood.to_config()} {posterior.temperature}"),
@@ -160,27 +178,52 @@ def _recalled(
         "batches": [len(batch) for batch in held],
         "memory_budget": posterior.facts.memory_budget,
     }
-    return Recalled(Checkpoint(checkpoint, "calibration", same, posterior.network.key()))
+    return Recalled(Checkpoint(checkpoint, "calibration", same, posterior.network.key()), ranks)
 
 
-def _batches(posterior: LinearisedPosterior, validation: Any, batch_size: int | None) -> list[Batch]:
-    """The held-out data; warns if they are those of the fit."""
-    network = posterior.network
-    stream, _ = batches(validation, dtype=network.dtype, device=network.device, batch_size=batch_size)
-    held = list(stream)
-    if posterior._fitted_to(sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64):
+def _held(
+    posterior: LinearisedPosterior, validation: Any, batch_size: int | None, distributed: Distributed
+) -> tuple[list[Batch], Ranks | None]:
+    """The held-out data, or this rank's part of them, and the ranks; warns if they are those of the fit."""
+    shared = _shared(posterior, validation, distributed) if distributed else None
+    ranks = None if shared is None else shared.ranks
+    held = hold_batches(validation, posterior.network, batch_size, shared)
+    known, count = sum(digest(batch.inputs, batch.targets) for batch in held) % 2**64, sum(map(len, held))
+    if shared is not None:
+        shared.check_repeats(known, count)
+    if not summed(count, ranks):
+        raise DataError("There is no data", expected="at least one example", got="none on any rank", do="pass some")
+    if posterior._fitted_to(summed(known, ranks) % 2**64):
         warnings.warn(
             "The validation data are the data of the fit, which the network predicts better than new ones: the result "
             "will be too sure. Pass examples that neither the network nor the posterior has seen.",
             LapisWarning,
             stacklevel=4,
         )
-    return held
+    return held, ranks
+
+
+def _shared(posterior: LinearisedPosterior, validation: Any, distributed: Distributed) -> Shard:
+    """This rank's part of the held-out data; OptionError unless all ranks hold the same posterior of their own."""
+    ranks = Ranks.joined(f"distributed={distributed!r}")
+    if getattr(getattr(posterior, "curvature", None), "ranks", None) is not None:
+        raise OptionError(
+            "The processes of an implicit posterior solve together, for the same held-out data",
+            expected="distributed=False: its solves are divided already",
+            got=f"distributed={distributed!r}",
+            do="leave distributed out, or calibrate posterior.draw()",
+        )
+    state = posterior.state()
+    ranks.check_same({
+        "network": posterior.network.fingerprint(),
+        "posterior": tensors_digest(state.tensors, f"{posterior.likelihood.to_config()}"),
+    })  # fmt: skip
+    return shard(validation, ranks, distributed)
 
 
 def _searched(held: HeldOut, start: Setting, temperature: bool, progress: bool | None) -> tuple[Setting, Calibration]:
     """The best setting and the record of the search from `start`; warns if the network alone is better."""
-    count = sum(map(len, held.batches))
+    count = held.count
     search = _Search(held, replace(start, u=(0.0,) * held.axes), count, progress)
     best = search.run(temperature)
     plain = search.plain(temperature)

@@ -22,6 +22,7 @@ from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.linearised import by_draws
 from lapis.predictions import LatentGaussian
 from lapis.schema import optional, record, wrong
+from lapis.shards import Distributed
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,14 @@ class DrawnPosterior(LinearisedPosterior):
         *,
         link: str | None = None,
         batch_size: int | None = None,
+        distributed: Distributed = False,
         progress: bool | None = None,
     ) -> DrawnPosterior:
         """The posterior whose draws' spread, and Gaussian noise, predict held-out data best, from one pass over them.
 
         Draws know no prior: their covariance is multiplied by one factor, which is a temperature and the inverse of a
-        prior precision at once, so that there is no other `temperature`. The network alone is among the candidates, as
-        in `LaplaceFamily.calibrate`.
+        prior precision at once, so that there is no other `temperature`. The network alone is among the candidates, and
+        `distributed` divides the data, as in `LaplaceFamily.calibrate`.
         """
         check_arguments(DrawnPosterior.calibrate, locals())
         self.check_network()
@@ -88,7 +90,7 @@ class DrawnPosterior(LinearisedPosterior):
                 got=repr(temperature),
                 do="leave temperature out",
             )
-        return calibrate_draws(self, validation, link, batch_size, progress)
+        return calibrate_draws(self, validation, link, batch_size, distributed, progress)
 
     def __len__(self) -> int:
         """The number of draws, K."""
