@@ -1,10 +1,11 @@
 """Active learning on MNIST: how many labels a network needs when it asks for the ones that it is in doubt about.
 
-From 20 random labels by 10 a round. Every round trains a small convolution network with dropout from scratch on what
-has labels, and chooses from the pool: at random, by entropy, by mutual information (BALD), by the variance of the
-probabilities, and by the information of all ten together (batch-aware). Doubt is that of a Laplace posterior over the
-last layer (README recipe), or of MC dropout. What is chosen at random does not depend on the network: there a network
-is trained for every 40 labels only, and up to twice as many labels. Rows are resumable.
+From 20 random labels by 10 a round. Every round trains a small network of convolutions with dropout from scratch on
+what has labels (images of 14 x 14 pixels), and chooses from the pool: at random, by entropy, by mutual information
+(BALD), by the variance of the probabilities, and by the information of all ten together (batch-aware). Doubt is that
+of a Laplace posterior over the last layer (README recipe), or of MC dropout. What is chosen at random does not depend
+on the network: there a network is trained for every 40 labels only, and up to twice as many labels. Rows are
+resumable.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import lapis
 SETTINGS = ("mnist_laplace", "mnist_dropout")
 QUICK = ("digits_laplace", "digits_dropout")
 COLUMNS = ("random", "entropy", "bald", "variance", "batch")
-POOL, TEST, BUDGET, STEPS = 4_000, 2_000, 400, 250
+POOL, TEST, BUDGET, STEPS = 4_000, 2_000, 400, 200
 EACH, EACH_AT_RANDOM = 10, 40
 SHOWN = (100, 200, 400)
 """Numbers of labels whose errors are in the table."""
@@ -45,8 +46,7 @@ class Loaded:
 
     def fit(self, data: tuple[Tensor, Tensor]) -> lapis.Posterior:
         torch.manual_seed(1000 * self.seed + len(data[1]))
-        width = data[0].shape[-1]
-        model = convolutional((1, width), (8,) if self.quick else (16, 32), 16 if self.quick else 64, 10, 3, 0.25)
+        model = convolutional((1, 8), (8,), 16, 10, 3, 0.25) if self.quick else pooled()
         train(model, *data, steps=30 if self.quick else STEPS)
         if self.posterior == "dropout":
             return lapis.dropout(model, "categorical")
@@ -66,8 +66,17 @@ class Loaded:
         }
 
 
+def pooled() -> nn.Sequential:
+    """Of the three that were tried, of equal cost, the one with the least error on 100 and 400 random labels."""
+    return nn.Sequential(
+        nn.AvgPool2d(2), nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Flatten(), nn.Dropout(0.25), nn.Linear(1152, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
 def train(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
-    optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=1e-2)
+    optimiser = torch.optim.AdamW(model.parameters(), 5e-3, weight_decay=1.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     generator = torch.Generator().manual_seed(0)
     model.train()
     for _ in range(steps):
@@ -75,6 +84,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
         optimiser.zero_grad()
         nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
         optimiser.step()
+        schedule.step()
     model.eval()
 
 

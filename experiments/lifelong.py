@@ -12,6 +12,7 @@ other methods, whose settings differ.
 from __future__ import annotations
 
 import argparse
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -303,6 +304,7 @@ def figure(rows: list[Row], settings: dict[str, Setting]) -> plt.Figure:
         -(-len(shown) // columns), columns, figsize=(4.6 * columns, 3.4 * -(-len(shown) // columns)),
         layout="constrained", squeeze=False,
     )  # fmt: skip
+    lines: dict[str, Any] = {}
     tints = dict(zip(COLUMNS, plt.get_cmap("tab20").colors, strict=False))
     for axis, name in zip(axes.flat, shown, strict=False):
         setting = settings[name]
@@ -313,17 +315,22 @@ def figure(rows: list[Row], settings: dict[str, Setting]) -> plt.Figure:
                 values = [mean([row["average"] for row in each]) for _, each in known]
                 axis.plot([n for n, _ in known], values, "o-", color=tint, label=how.strip(", ") or "memorable")
             axis.set(xlabel="examples a task")
+            axis.legend(fontsize=7, frameon=False)
         else:
             for column, each in found.items():
                 by_task = [[mean(line) for line in row["matrix"]] for row in each]
                 values = [mean(list(column_values)) for column_values in zip(*by_task, strict=True)]
                 axis.plot(range(1, len(values) + 1), values, "o-", ms=3, lw=1.2, label=column, color=tints[column])
             axis.set(xlabel="tasks learnt")
-        axis.set(title=setting.title, ylabel="mean accuracy so far")
-        axis.legend(fontsize=6)
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            lines |= dict(zip(found, axis.get_lines(), strict=True))
+        axis.set_title(textwrap.fill(setting.title, 36), fontsize=10)
+        axis.set_ylabel("mean accuracy so far")
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(shown) :]:
         axis.axis("off")
+    named = [column for column in COLUMNS if column in lines]
+    drawn.legend([lines[c] for c in named], named, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
     return drawn
 
 

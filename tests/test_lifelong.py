@@ -491,6 +491,7 @@ def test_scores_of_an_accuracy_matrix() -> None:
         (lambda: lifelong.FineTuning(network(1), "classification").learn(TASKS[0]), lapis.LikelihoodError, "class"),
         (lambda: lifelong.FineTuning(network(), "classification").learn(iter([TASKS[0]])), lapis.DataError, "once|one"),
         (lambda: lifelong.load("nowhere", network()), lapis.FileError, "nowhere"),
+        (lambda: lifelong.VCL(network(), "classification", coreset=40).learn(TASKS[0]), lapis.OptionError, "coreset"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_before_any_work(work: Callable[[], Any], error: type[Exception], words: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch, batches
-from lapis.errors import LapisWarning
+from lapis.errors import LapisWarning, OptionError
 from lapis.lifelong.learner import Learner, Task
 from lapis.lifelong.memory import Memory, OnMemory, together
 from lapis.lifelong.posterior_file import pack_posterior, unpack_posterior
@@ -22,6 +22,9 @@ from lapis.schema import entry, under
 from lapis.training.budget import plan_budget
 from lapis.training.variational.approximation import small_deviations
 from lapis.training.variational.fit import variational
+
+CORESET_STEPS = 100
+"""Coresets are small: the epochs that suit a task would be a handful of steps."""
 
 NETWORKS = 6
 """Drawn at random, to see which weights a task has nothing to say about."""
@@ -39,7 +42,7 @@ class VCL(Learner):
     Args:
         prior: precision of the weights before the first task, about zero.
         coreset: examples of each task that are set aside, drawn at random, as many of each class: q_s never sees them.
-            Before predictions a copy of q_s is trained on those of all tasks.
+            Before predictions a copy of q_s is trained on those of all tasks, for at least 100 steps.
         deviation: where the deviations of weights start that no task has determined yet: the weights of a new head, or
             all of them. By default a tenth of the prior's, or of the weights' root mean square where that is less.
 
@@ -67,8 +70,20 @@ class VCL(Learner):
         if self._recalled is None:
             likelihood, numbers = OnMemory(self.memory, self.likelihood), torch.arange(len(self.memory))
             source = torch.Generator().manual_seed(len(self.tasks))
-            self._recalled = self._inferred((self.memory.inputs, numbers), likelihood, len(numbers), source)
+            data = self.memory.inputs, numbers
+            self._recalled = self._inferred(data, likelihood, len(numbers), source, CORESET_STEPS)
         return self._recalled
+
+    def _task(self, data: Any, head: Any) -> Task:
+        task = super()._task(data, head)
+        if self.coreset is not None and self.coreset >= task.n_data:
+            raise OptionError(
+                "The coreset leaves no examples to learn from",
+                expected=f"a coreset of fewer than the task's {task.n_data} examples",
+                got=str(self.coreset),
+                do="make the learner with a smaller coreset",
+            )
+        return task
 
     def _train(self, task: Task) -> tuple[float, ...]:
         data = task.data
@@ -94,13 +109,13 @@ class VCL(Learner):
         return whole.chosen(index), whole.chosen(others.nonzero()[:, 0])
 
     def _inferred(
-        self, data: Any, likelihood: Likelihood, n_data: int, source: torch.Generator
+        self, data: Any, likelihood: Likelihood, n_data: int, source: torch.Generator, least: int = 1
     ) -> VariationalPosterior:
-        """q after these data, with the latest q for its prior."""
+        """q after these data, with the latest q for its prior; by `least` steps or more."""
         before: VariationalPosterior | None = self._posterior
         size = self._batch_size()
         each = math.ceil(n_data / size)
-        steps = plan_budget(n_data, each, self.network.size, self.epochs).epochs * each
+        steps = max(least, plan_budget(n_data, each, self.network.size, self.epochs).epochs * each)
         prior, mean = Prior(self.prior), self.network.flat()
         wide = prior.resolve(self.network)
         start = small_deviations(mean, wide)
