@@ -306,6 +306,7 @@ def test_structures_without_a_grid_are_calibrated_by_predictions(
         assert found.calibration.after == pytest.approx(best.after, abs=0.02)
         assert found.calibration.after * 12 == pytest.approx(total(found, data))
     assert large.calibration.after == pytest.approx(implicit.calibration.after, rel=1e-6)
+    assert implicit.view is None
 
 
 def test_the_record_is_saved_and_belongs_to_its_prior(networks: dict[str, nn.Module], tmp_path: Path) -> None:

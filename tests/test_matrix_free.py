@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import lapis
 import lapis.curvature.products.ggn
 from cases import CASES
+from lapis.curvature.products.ggn import Solved
 from lapis.evidence.fixed_point import stretch
 from lapis.posteriors.laplace.matrix_free import descending
 from reference import case_data, case_ggn, case_jacobians
@@ -590,3 +592,23 @@ def test_steep_rounds_of_draws_stay_within_bounds() -> None:
     here, there = torch.ones(3, dtype=torch.float64), torch.tensor([9.0, -99.0, 7.0], dtype=torch.float64)
     assert stretch(before, here, there).tolist() == [2.0, 0.4, 1.0]
     assert stretch(None, here, there).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_solves_that_rounding_stops_near_the_default_tolerance_are_not_warned_of() -> None:
+    """A tolerance of one's own is held to."""
+    model, data = nn.Linear(3, 1), (torch.randn(9, 3), torch.randn(9, 1))
+    posterior = lapis.laplace(model, data, "regression", structure="implicit", weights="all")
+    done = posterior.gaussian.solve(torch.randn(1, 4))
+
+    def stagnated(residual: float) -> Solved:
+        stopped = replace(
+            done.result,
+            relative_residuals=torch.tensor([residual]),
+            stopped=("stagnated",),
+        )
+        return Solved(done.vectors, stopped)
+
+    assert posterior.solved(stagnated(5e-5)) is done.vectors
+    for asked, residual in ((posterior, 2e-4), (posterior.with_solver(tolerance=1e-5), 5e-5)):
+        with pytest.warns(lapis.LapisWarning, match="stagnated"):
+            asked.solved(stagnated(residual))

@@ -110,15 +110,16 @@ class OutputKernel:
         """J of each batch, (B T C, P)."""
         return (rows.flatten(0, 2) for rows in self.jacobian.rows())
 
-    def forward(self, vector: Tensor) -> Tensor:
-        """J v, (M,), summed in float64 whatever the network's dtype."""
-        return torch.cat([some.double() @ vector for rows in self._flat_rows() for some in torch.split(rows, 256)])
-
-    def backward(self, seed: Tensor) -> Tensor:
-        """J^T u, (P,), summed in float64."""
+    def forward(self, vectors: Tensor) -> Tensor:
+        """J v, (M,) or (k, M), for vectors (P,) or (k, P), summed in float64 whatever the network's dtype."""
         pieces = [some for rows in self._flat_rows() for some in torch.split(rows, 256)]
-        total = torch.zeros(self.jacobian.size, dtype=torch.float64, device=seed.device)
-        for rows, u in zip(pieces, torch.split(seed, [len(rows) for rows in pieces]), strict=True):
+        return torch.cat([vectors @ some.double().mT for some in pieces], -1)
+
+    def backward(self, seeds: Tensor) -> Tensor:
+        """J^T u, (P,) or (k, P), for seeds (M,) or (k, M), summed in float64."""
+        pieces = [some for rows in self._flat_rows() for some in torch.split(rows, 256)]
+        total = torch.zeros(*seeds.shape[:-1], self.jacobian.size, dtype=torch.float64, device=seeds.device)
+        for rows, u in zip(pieces, torch.split(seeds, [len(rows) for rows in pieces], -1), strict=True):
             total += u @ rows.double()
         return total
 
@@ -147,6 +148,15 @@ class KernelCholesky:
     def solve(self, columns: Tensor) -> Tensor:
         """(K + H^-1)^-1 u, (M, n), for columns u (M, n). Posterior covariances of outputs are K - K (K + H^-1)^-1 K."""
         return self._times_factors(torch.cholesky_solve(self._times_factors_transposed(columns), self.lower))
+
+    def half(self, columns: Tensor) -> Tensor:
+        """L^-1 S^T u, (R, n), for columns u (M, n) and B = L L^T: inner products of these are u^T (K + H^-1)^-1 u."""
+        half: Tensor = torch.linalg.solve_triangular(self.lower, self._times_factors_transposed(columns), upper=False)
+        return half
+
+    def logdet(self) -> Tensor:
+        """log |B|, 0-d float64."""
+        return 2 * self.lower.diagonal().log().sum()
 
     def _times_factors_transposed(self, columns: Tensor) -> Tensor:
         """S^T u, (R, n), for u (M, n)."""

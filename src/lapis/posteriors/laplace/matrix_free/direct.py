@@ -1,11 +1,11 @@
-"""A^-1 by one Cholesky factorisation, where the weights or the data's outputs are few: what `refine` works with.
+"""A^-1 by one Cholesky factorisation, where weights or the data's outputs are few: for `refine` and `calibrate`.
 
-A refinement asks for the covariances of all outputs of the data, under ever new curvature. With S S^T the curvature in
-f (its scale included), J all Jacobians, and either A itself or, with K = J Lambda^-1 J^T and B = I + S^T K S,
+A refinement asks for the covariances of all outputs of the data, under ever new curvature S S^T in f (its scale
+included). They follow from A, or from K = J Lambda^-1 J^T:
 
-    J A^-1 J^T = K - K S B^-1 S^T K,    log |A| = log |Lambda| + log |B|,    gamma = sum_n tr(S_n^T V_n S_n),
+    J A^-1 J^T = K - K (K + H^-1)^-1 K,  log |A| = log |Lambda| + log |I + S^T K S|,  gamma = sum_n tr(S_n^T V_n S_n),
 
-where V_n are the blocks of J A^-1 J^T on its diagonal. J, or K, does not change from round to round.
+where H = S S^T, and V_n are the blocks of J A^-1 J^T on its diagonal.
 """
 
 from __future__ import annotations
@@ -18,36 +18,55 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lapis.batches import joined
 from lapis.curvature.products.ggn import ImplicitCurvature
+from lapis.curvature.products.jacobian import Jacobian
+from lapis.curvature.products.kernel import KernelCholesky, OutputKernel
 from lapis.errors import NotPositiveDefiniteError
-from lapis.function_space.kernels import DiagonalKernel, assembled
-from lapis.function_space.tangent import Tangent
 from lapis.priors import WeightPrior
 
 MOST_WEIGHTS, MOST_OUTPUTS = 2048, 4096
 """Matrices are factorised up to these sizes: a second of the processor or a few for each round."""
 
-COPIES = 5
-"""Matrices of their size in memory while one is factorised and used."""
+COPIES = 4
+"""Matrices of the size of A in memory while it is factorised and used."""
 
 
 @dataclass(frozen=True, eq=False)
-class View(ABC):
-    """What of the data and the network stays the same under any curvature, prior precision and noise."""
+class View:
+    """What of the data and the network stays the same under other curvature, prior precisions and noise.
 
-    @abstractmethod
+    Args:
+        jacobian: J, with its rows kept where these fit.
+        kernel: J Lambda^-1 J^T under any prior; None to factorise A itself.
+    """
+
+    jacobian: Jacobian
+    kernel: OutputKernel | None
+
     def factorised(self, curvature: ImplicitCurvature, prior: WeightPrior, scale: float) -> Direct:
-        """The factorisation under these."""
+        """The covariance under these."""
+        factors = []
+        for batch in range(len(curvature.batches)):
+            whole = torch.cat([s for _, s in curvature.factors.pieces(batch)])
+            factors.append(whole * scale**0.5)
+        if self.kernel is None:
+            return FewWeights(self.jacobian, prior, factors)
+        return FewOutputs(self.jacobian, prior, factors, self.kernel)
 
 
 @dataclass(frozen=True, eq=False)
 class Direct(ABC):
-    """The covariance A^-1 with A = scale * GGN + Lambda, factorised."""
+    """The covariance A^-1, A = sum_n J_n^T S_n S_n^T J_n + Lambda, factorised.
 
-    curvature: ImplicitCurvature
+    Args:
+        jacobian: J.
+        prior: Lambda.
+        factors: S (B, T, C, R) of each batch, float64.
+    """
+
+    jacobian: Jacobian
     prior: WeightPrior
-    scale: float
+    factors: list[Tensor]
 
     @abstractmethod
     def logdet(self) -> Tensor:
@@ -58,45 +77,18 @@ class Direct(ABC):
         """A^-1 v of each vector (k, P), float64."""
 
     @abstractmethod
-    def spreads(self) -> list[Tensor]:
-        """Covariances (B, T, C, C) of each batch's outputs, float64."""
+    def _spreads(self) -> Iterator[Tensor]:
+        """As `covariances`."""
 
     @cached_property
     def covariances(self) -> list[Tensor]:
-        return self.spreads()
+        """V (B, T, C, C) of each batch's outputs, float64."""
+        return list(self._spreads())
 
     def gamma(self) -> Tensor:
         """tr(A^-1 (A - Lambda)), 0-d float64."""
-        total = torch.zeros((), dtype=torch.float64, device=self.curvature.network.device)
-        for batch, spread in enumerate(self.covariances):
-            for some, s in self.curvature.factors.pieces(batch):
-                total += (s * (spread[some] @ s)).sum()
-        return total.mul_(self.scale)
-
-
-def factorised(matrix: Tensor) -> Tensor:
-    """The lower Cholesky factor of a symmetric matrix, float64."""
-    factor: Tensor
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    if int(failed):
-        raise NotPositiveDefiniteError(
-            "The precision of a refinement is not positive definite",
-            expected="a factorisation in float64",
-            got=f"a pivot that is not positive at row {int(failed)} of {len(matrix)}",
-            do="use a larger prior precision, or rescale inputs and outputs",
-        )
-    return factor
-
-
-# few weights ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class WeightsView(View):
-    """J by its rows."""
-
-    def factorised(self, curvature: ImplicitCurvature, prior: WeightPrior, scale: float) -> Direct:
-        return FewWeights(curvature, prior, scale)
+        pairs = zip(self.factors, self.covariances, strict=True)
+        return torch.stack([(s * (spread @ s)).sum() for s, spread in pairs]).sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,113 +97,79 @@ class FewWeights(Direct):
 
     def _rows(self) -> Iterator[Tensor]:
         """J of each batch, (B, T, C, P)."""
-        jacobian = self.curvature.jacobian
-        for batch in range(len(self.curvature.batches)):
-            yield jacobian.of_batches(batch).with_kept_rows().rows()[0]
+        for batch in range(len(self.factors)):
+            part = self.jacobian.of_batches(batch)
+            yield (part if part.keeps_rows else part.with_kept_rows()).rows()[0].double()
 
     @cached_property
-    def factor(self) -> Tensor:
+    def _lower(self) -> Tensor:
         """L with L L^T = A."""
         precision = torch.diag(self.prior.vector().detach().double())
-        for batch, rows in enumerate(self._rows()):
-            for some, s in self.curvature.factors.pieces(batch):
-                root = (s.mT @ rows[some].double()).flatten(0, -2)
-                precision.addmm_(root.mT, root, alpha=self.scale)
-        return factorised(precision)
+        for rows, s in zip(self._rows(), self.factors, strict=True):
+            root = (s.mT @ rows).flatten(0, -2)
+            precision.addmm_(root.mT, root)
+        lower: Tensor
+        lower, failed = torch.linalg.cholesky_ex(precision)
+        if int(failed):
+            raise NotPositiveDefiniteError(
+                "The posterior precision cannot be factorised in float64",
+                expected=f"a positive definite matrix ({len(precision)}, {len(precision)})",
+                got=f"a pivot that is not positive in row {int(failed)}",
+                do="use a larger prior precision, or rescale inputs and outputs",
+            )
+        return lower
 
     def logdet(self) -> Tensor:
-        return 2 * self.factor.diagonal().log().sum()
+        return 2 * self._lower.diagonal().log().sum()
 
     def solve(self, vectors: Tensor) -> Tensor:
-        return torch.cholesky_solve(vectors.double().mT, self.factor).mT
+        return torch.cholesky_solve(vectors.double().mT, self._lower).mT
 
-    def spreads(self) -> list[Tensor]:
-        found = []
+    def _spreads(self) -> Iterator[Tensor]:
         for rows in self._rows():
-            half = torch.linalg.solve_triangular(self.factor, rows.double().flatten(0, -2).mT, upper=False)
+            half = torch.linalg.solve_triangular(self._lower, rows.flatten(0, -2).mT, upper=False)
             cells = half.mT.reshape(rows.shape)
-            found.append(cells @ cells.mT)
-        return found
-
-
-# few outputs ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class OutputsView(View):
-    """J Lambda^-1 J^T, (n, n) float64, under one prior; under a multiple of its precisions it is divided by that."""
-
-    kernel: Tensor
-    prior: WeightPrior
-
-    def factorised(self, curvature: ImplicitCurvature, prior: WeightPrior, scale: float) -> Direct:
-        times = float(prior.precision.detach()[0] / self.prior.precision.detach()[0])
-        return FewOutputs(curvature, prior, scale, self.kernel / times)
+            yield cells @ cells.mT
 
 
 @dataclass(frozen=True, eq=False)
 class FewOutputs(Direct):
-    """By B (M, M)."""
+    """By I + S^T K S."""
 
-    kernel: Tensor
-    """K (n, n)."""
-
-    def _whitened(self, matrix: Tensor) -> Tensor:
-        """S^T X, (M, k), for X (n, k)."""
-        found, start = [], 0
-        for batch, f in enumerate(self.curvature.jacobian.outputs):
-            cells = matrix[start : start + f.numel()].reshape(*f.shape, -1)
-            start += f.numel()
-            found += [(s.mT @ cells[some]).flatten(0, -2) for some, s in self.curvature.factors.pieces(batch)]
-        return torch.cat(found).mul_(self.scale**0.5)
+    kernel: OutputKernel
 
     @cached_property
-    def _halves(self) -> tuple[Tensor, Tensor]:
-        """L with L L^T = B, and L^-1 S^T K (M, n)."""
-        cross = self._whitened(self.kernel)
-        matrix = self._whitened(cross.mT.contiguous())
-        matrix.diagonal().add_(1)
-        factor = factorised(matrix)
-        return factor, torch.linalg.solve_triangular(factor, cross, upper=False)
+    def _cholesky(self) -> KernelCholesky:
+        return KernelCholesky(self.kernel.under(self.prior), self.factors)
 
     def logdet(self) -> Tensor:
-        return self.prior.logdet().detach() + 2 * self._halves[0].diagonal().log().sum()
+        return self.prior.logdet().detach() + self._cholesky.logdet()
 
     def solve(self, vectors: Tensor) -> Tensor:
-        """A^-1 v = Lambda^-1 (v - G^T B^-1 G Lambda^-1 v), by one product with J and one with its transpose."""
-        curvature, precision = self.curvature, self.prior.vector().detach().double()
-        rows = curvature.root(vectors.double() / precision).mul_(self.scale**0.5)
-        inner = torch.cholesky_solve(rows.mT, self._halves[0]).mT.contiguous()
-        pulled = curvature.root_transposed(inner).mul_(self.scale**0.5)
-        return (vectors.double() - pulled) / precision
+        """A^-1 v = u - Lambda^-1 J^T (K + H^-1)^-1 J u with u = Lambda^-1 v."""
+        precision = self.prior.vector().detach().double()
+        first = vectors.double() / precision
+        seeds = self._cholesky.solve(self.kernel.forward(first).mT).mT
+        return first - self.kernel.backward(seeds) / precision
 
-    def spreads(self) -> list[Tensor]:
-        found, start, half = [], 0, self._halves[1]
-        for f in self.curvature.jacobian.outputs:
-            size, width = f.numel(), f.shape[-1]
-            places = torch.arange(start, start + size, device=f.device).reshape(*f.shape[:-1], width)
-            cells = half[:, start : start + size].mT.reshape(-1, width, len(half))
-            own = self.kernel[places[..., :, None], places[..., None, :]]
-            found.append(own - (cells @ cells.mT).reshape(own.shape))
-            start += size
-        return found
+    def _spreads(self) -> Iterator[Tensor]:
+        kernel, start = self.kernel.under(self.prior), 0
+        half = self._cholesky.half(kernel)
+        for f in self.jacobian.outputs:
+            stop = start + f.numel()
+            places = torch.arange(start, stop, device=f.device).reshape(f.shape)
+            cells = half[:, start:stop].mT.reshape(*f.shape, len(half))
+            yield kernel[places[..., :, None], places[..., None, :]] - cells @ cells.mT
+            start = stop
 
 
-def view(curvature: ImplicitCurvature, tangent: Tangent, prior: WeightPrior) -> View | None:
-    """What a refinement of these data under this prior needs; None where neither weights nor outputs are few.
-
-    To be called with the network held.
-    """
-    weights, outputs, budget = curvature.network.size, curvature.n_outputs, tangent.memory_budget
-    if weights <= min(MOST_WEIGHTS, outputs) and COPIES * 8 * weights**2 <= budget // 2:
-        largest = max(f.numel() for f in curvature.jacobian.outputs)
-        if COPIES * 8 * weights * largest <= budget // 2:
-            return WeightsView()
-    if outputs > MOST_OUTPUTS or COPIES * 8 * outputs**2 > budget // 2:
-        return None
-    whole = joined(curvature.batches)
-    if whole is None:
-        return None
-    kernel = DiagonalKernel(tangent, 1 / prior.vector().detach(), exact=True)
-    with tangent.ready():
-        return OutputsView(assembled(kernel, whole.inputs, None), prior)
+def view(jacobian: Jacobian, memory_budget: int) -> View | None:
+    """What factorisations for these data need; None where neither weights nor outputs are few."""
+    weights, outputs = jacobian.size, jacobian.n_outputs
+    widest = max(f.numel() for f in jacobian.outputs)
+    if weights <= min(MOST_WEIGHTS, outputs) and COPIES * 8 * weights * max(weights, widest) <= memory_budget // 2:
+        return View(jacobian, None)
+    if outputs <= MOST_OUTPUTS and OutputKernel.bytes_needed(jacobian, 1) <= memory_budget // 2:
+        kernel = OutputKernel(jacobian)
+        return View(kernel.jacobian, kernel)
+    return None

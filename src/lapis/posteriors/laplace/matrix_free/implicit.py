@@ -22,7 +22,6 @@ from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.arithmetic import removal
 from lapis.posteriors.laplace.matrix_free import drawing
-from lapis.posteriors.laplace.matrix_free.direct import view
 from lapis.posteriors.laplace.matrix_free.drawn import DrawnPosterior
 from lapis.posteriors.laplace.matrix_free.solved import SolvedPosterior
 from lapis.posteriors.laplace.matrix_free.solver import Solver
@@ -307,10 +306,6 @@ class ImplicitPosterior(SolvedPosterior):
     def is_exact(self) -> bool:
         """The precision is that of the exact GGN."""
         return True
-
-    def with_rounds_prepared(self, prepared: bool) -> ImplicitPosterior:
-        """See `Refinable.with_rounds_prepared`: with J or J Lambda^-1 J^T of the data, where these are small."""
-        return replace(self, view=view(self.curvature, self._tangent(), self.weight_prior) if prepared else None)
 
     def outputs_of_data(self, held: Sequence[Batch]) -> Callable[[int], LatentGaussian]:
         """By a factorisation where weights or outputs are few, by a solve for every output, or from draws."""

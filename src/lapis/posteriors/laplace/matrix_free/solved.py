@@ -15,9 +15,9 @@ from lapis.errors import LapisWarning, OptionError
 from lapis.network import full_precision
 from lapis.options import check_arguments, check_count
 from lapis.posteriors.laplace.family import LaplaceFamily
-from lapis.posteriors.laplace.matrix_free.direct import Direct, View
+from lapis.posteriors.laplace.matrix_free.direct import Direct, View, view
 from lapis.posteriors.laplace.matrix_free.noise import white
-from lapis.posteriors.laplace.matrix_free.solver import TOLERANCES, Solver
+from lapis.posteriors.laplace.matrix_free.solver import ROUNDING, TOLERANCES, Solver
 from lapis.solvers import CallablePreconditioner, Estimate, Operator, hutchinson_diagonal
 
 BLOCKS = 12
@@ -36,7 +36,7 @@ class SolvedPosterior(LaplaceFamily):
     curvature: ImplicitCurvature
     solver: Solver = field(default_factory=Solver)
     view: View | None = None
-    """While `refine` runs, and weights or outputs are few: its systems are then factorised."""
+    """While `refine` and `calibrate` run, and weights or outputs are few: systems are then factorised."""
 
     @cached_property
     def direct(self) -> Direct | None:
@@ -44,6 +44,13 @@ class SolvedPosterior(LaplaceFamily):
         if self.view is None:
             return None
         return self.view.factorised(self.curvature, self.weight_prior, float(self.scale.detach()))
+
+    def with_view(self: Self, held: bool) -> Self:
+        """See `Refinable.with_view`: J of the data, and J Lambda^-1 J^T, where these are small."""
+        found = (
+            view(self.curvature.jacobian, self.facts.memory_budget) if held and self.curvature.ranks is None else None
+        )
+        return replace(self, view=found)
 
     @property
     def space(self) -> Space:
@@ -105,8 +112,12 @@ class SolvedPosterior(LaplaceFamily):
         """The solution vectors; warns if the solver did not converge."""
         if not bool(solved.result.converged.all()):
             worst = float(solved.result.relative_residuals.max())
+            stopped = sorted(set(solved.result.stopped))
+            near = self.solver.tolerance is None and worst <= ROUNDING * self.gaussian.tolerance
+            if near and set(stopped) <= {"converged", "stagnated"}:
+                return solved.vectors
             warnings.warn(
-                f"A solve ended with a relative residual of {worst:.0e} ({', '.join(set(solved.result.stopped))}), "
+                f"A solve ended with a relative residual of {worst:.0e} ({', '.join(stopped)}), "
                 f"above the tolerance of {self.gaussian.tolerance:.1e}. Raise max_iterations or tolerance by "
                 "with_solver(), use a preconditioner, or float64.",
                 LapisWarning,

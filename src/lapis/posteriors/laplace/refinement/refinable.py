@@ -139,8 +139,8 @@ class Refinable(GaussianPosterior):
         """Whether the precision is that of the exact GGN, so that Newton's steps need no further solve."""
         return False
 
-    def with_rounds_prepared(self: Self, prepared: bool) -> Self:
-        """With what all rounds of a refinement share, if there is such a thing, or without it again."""
+    def with_view(self: Self, held: bool) -> Self:
+        """With what many solves under different priors and curvature share, if there is such a thing, or without it."""
         return self
 
     @abstractmethod
