@@ -246,8 +246,7 @@ class LaplaceFamily(Refinable):
     ) -> Self:
         """The posterior after `data` as well: their curvature is added, as it is a sum over data.
 
-        An EKFAC posterior keeps the eigenvectors of its fit, and adds the exact second moments along these: the result
-        is not quite that of a fit to all data, which would find other eigenvectors.
+        EKFAC adds exact second moments along the eigenvectors of its fit: not quite those that all data would have.
 
         `generator` is for targets drawn for the sampled Fisher information.
         """
