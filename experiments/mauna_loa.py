@@ -1,11 +1,11 @@
 """CO2 at Mauna Loa: level, slope and season as a linear-Gaussian model, fitted by EM, and ten years of forecast.
 
-Monthly means of the weekly measurements 1958 to 2001, months without any missing. The model has four variances, fitted
-to all but the last ten years; these are forecast with intervals, and then one year at a time with all before known.
+Monthly means of the weekly measurements 1958 to 2001, months without any missing. Fitted to all but the last ten years;
+these are forecast with intervals, and then one year at a time with all before known. Two seasons: one value for each
+month (three variances of states), and four waves whose amplitudes and phases drift (ten variances).
 
-A second model asks why intervals ten years ahead are too wide: deviations of the level (El Nino) return instead of
-adding up. It has one state more, d_t = rho d_{t-1} + w, and is fitted by the gradient of the log likelihood. Both are
-also asked for forecasts from every year since the fifth, months 109 to 120 ahead.
+The errors of ten years at once are one path, on which months agree: coverage of a single path says little. How little
+is told by paths that the fitted model itself draws.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from common import COLOURS, arguments, report, save, table
-from scipy.optimize import minimize
 from torch import Tensor
 
 import lapis
@@ -43,65 +42,57 @@ def main() -> None:
     if chosen.quick:
         known = known[-60:]
     begin = len(co2) - (24 if chosen.quick else AHEAD)
-    model = LinearDynamics.structural(trend=True, season=12).fit(
-        known, rounds=5 if chosen.quick else 60, tolerance=1e-1 if chosen.quick else 1e-4
-    )
-    returning, rho = with_returning_deviation(model, known, 3 if chosen.quick else 60)
-    later = co2[begin:]
-    far = model.forecast(len(later))
-    nearer = year_by_year(model, known, later)
-    rows = []
-    for name, each in (("random walk", model), ("deviation that returns", returning)):
-        ahead = each.forecast(len(later), known)
-        rows.append([name, "all at once", *scores(later, ahead.means, ahead.covariances)])
-        rows.append([name, "one year at a time", *scores(later, *year_by_year(each, known, later))])
+    later, rows, expected, lines = co2[begin:], [], [], []
+    for name, waves in (("twelve months", None), ("four waves", 4)):
+        model = LinearDynamics.structural(trend=True, season=12, harmonics=waves).fit(
+            known, rounds=5 if chosen.quick else 60, tolerance=1e-1 if chosen.quick else 1e-4
+        )
+        far, nearer = model.forecast(len(later), known), year_by_year(model, known, later)
+        rows.append([name, "all at once", *scores(later, far.means, far.covariances)])
+        rows.append([name, "one year at a time", *scores(later, *nearer)])
         if not chosen.quick:
-            rows.append([name, "tenth year, from every year", *scores(*tenth_years(each, co2))])
-    assert model.Q_ is not None
-    assert model.R_ is not None
-    noises = [*model.Q_.diagonal().sqrt().tolist(), float(model.R_.sqrt())]
-    likelihoods = [float(each.log_likelihood(known)) for each in (model, returning)]
-    text = "\n".join([
-        f"Forecast of the last {len(later)} months, fitted to {int((~known.isnan()).sum())} months before, in ppm.\n",
-        table(["level", "forecast", "RMSE", "mean deviation", *(f"coverage of {100 * p:.0f} %" for p in LEVELS)], rows),
-        "\nStandard deviations of the noises a month, in ppm: level {:.3f}, slope {:.4f}, season {:.4f},"
-        " observation {:.3f}.".format(*noises),
-        f"{len(model.bounds_) - 1} rounds of EM (accelerated): log likelihood {model.bounds_[0]:.1f} to"
-        f" {model.bounds_[-1]:.1f} nats.",
-        f"With a deviation that returns (rho = {rho:.2f} a month) {likelihoods[1]:.1f}"
-        f" instead of {likelihoods[0]:.1f}, with two parameters more.",
+            rows.append([name, "tenth year, from every year", *scores(*tenth_years(model, co2))])
+        shares = coverages_of_paths(model, known, len(later), 50 if chosen.quick else 1000)
+        expected.append([name, *(f"{low:.2f} to {high:.2f}, {mean:.2f}" for low, high, mean in shares)])
+        assert model.Q_ is not None
+        assert model.R_ is not None
+        noises = [f"{noise:.4f}" for noise in (*model.Q_.diagonal().sqrt().tolist(), float(model.R_.sqrt()))]
+        early = float(model.log_likelihood(known[:36]))
+        lines.append(
+            f"{name.capitalize()}: standard deviations of the noises a month, in ppm: level {noises[0]}, slope"
+            f" {noises[1]}, season {', '.join(noises[2:-1])}, observation {noises[-1]}. {len(model.bounds_) - 1} rounds"
+            f" of EM (accelerated): log likelihood {model.bounds_[0]:.1f} to {model.bounds_[-1]:.1f} nats, of which"
+            f" {model.bounds_[-1] - early:.1f} after the first three years."
+        )
+    levels = [f"coverage of {100 * p:.0f} %" for p in LEVELS]
+    text = "\n\n".join([
+        f"Forecast of the last {len(later)} months, fitted to {int((~known.isnan()).sum())} months before, in ppm.",
+        table(["season", "forecast", "RMSE", "mean deviation", *levels], rows),
+        "Coverage of all at once in paths that the model itself draws: 5 to 95 % of the paths, and their mean.",
+        table(["season", *levels], expected), *lines,
     ])  # fmt: skip
     report("mauna_loa", text, chosen)
     draw(chosen, years, co2, begin, far, nearer)
 
 
-def with_returning_deviation(model: LinearDynamics, known: Tensor, rounds: int) -> tuple[LinearDynamics, float]:
-    """The fitted model with a deviation d_t = rho d_{t-1} + w beside the level, and rho."""
-    states = len(model.A_)
-    enter = torch.eye(states + 1, 4, dtype=torch.float64)
-    enter[:, 3] = torch.eye(states + 1, dtype=torch.float64)[states]
-    single = torch.ones(1, 1, dtype=torch.float64)
+def coverages_of_paths(model: LinearDynamics, known: Tensor, steps: int, paths: int) -> list[tuple[float, ...]]:
+    """Of each level: 5 and 95 % of the shares of months inside, and the mean."""
+    source, states = torch.Generator().manual_seed(0), model.filter(known)
+    a, c, q, r = (matrix for matrix in (model.A_, model.C_, model.Q_, model.R_) if matrix is not None)
 
-    def made(parameters: Tensor) -> LinearDynamics:
-        noises, r, rho = parameters[:4].exp(), parameters[4].exp().reshape(1, 1), parameters[5].tanh()
-        spread = noises[3:] / (1 - rho**2)  # of the stationary distribution
-        return LinearDynamics(
-            A=torch.block_diag(model.A_, rho * single), C=torch.cat([model.C_, single], 1), Q=noises.diag(), R=r,
-            m=torch.cat([model.m_, torch.zeros_like(spread)]), P=torch.block_diag(model.P_, spread * single), G=enter,
-            fixed=("A", "C", "m", "P"), state_noise="diagonal",
-        )  # fmt: skip
+    def normal(like: Tensor) -> Tensor:
+        return torch.randn(paths, like.shape[-1], generator=source, dtype=like.dtype)
 
-    def loss(x: np.ndarray) -> tuple[float, np.ndarray]:
-        parameters = torch.tensor(x, requires_grad=True)
-        value = -made(parameters).log_likelihood(known)
-        value.backward()
-        return float(value.detach()), parameters.grad.numpy()
-
-    level, slope, season = model.Q_.diagonal().log().tolist()
-    start = [level - 4, slope, season, level, float(model.R_.log()), 1.0]
-    found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=[(-20, 5)] * 5 + [(-1, 3)],
-                     options={"maxiter": rounds})  # fmt: skip
-    return made(torch.tensor(found.x)), float(np.tanh(found.x[5]))
+    x = states.means[-1] + normal(a) @ torch.linalg.cholesky(states.covariances[-1]).mT
+    ahead = model.forecast(steps, known)
+    gaps = []
+    for mean, covariance in zip(ahead.means, ahead.covariances, strict=True):
+        x = x @ a.mT + (normal(q) * q.diagonal().sqrt()) @ model.G.mT
+        y = x @ c.mT + normal(r) * r.sqrt()
+        gaps.append((y[:, 0] - mean[0]) / covariance[0, 0].sqrt())
+    sizes = torch.stack(gaps, 1).abs()
+    shares = [(sizes < torch.special.ndtri(torch.tensor(0.5 + p / 2))).double().mean(1) for p in LEVELS]
+    return [(float(s.quantile(0.05)), float(s.quantile(0.95)), float(s.mean())) for s in shares]
 
 
 def year_by_year(model: LinearDynamics, known: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:

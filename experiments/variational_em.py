@@ -157,7 +157,7 @@ def factor_analysis(axis: Any, quick: bool) -> list[list[str]]:
     known = {"W": LOADINGS, "log_noise": LOG_NOISE}
     counts = (5, 10) if quick else (4, 8, 12, 15, 40)
     lines = []
-    floor = log_p - 260
+    floor = log_p - 460
     for place, rounds in enumerate(counts):
         fit = quietly(lambda y, z: log_joint(y, z, known), "mean_field", y, n_latent=2, rounds=rounds)
         kl, (elbo, error) = divergence(fit, posterior), fit.elbo(4000)

@@ -222,17 +222,38 @@ def test_an_observation_is_a_step_of_the_learning_rule() -> None:
         mean, covariance = given["A"] @ q.mean, given["A"] @ q.covariance @ given["A"].mT + given["Q"]
 
 
-def test_trend_and_season_are_recovered_and_forecast() -> None:
+@pytest.mark.parametrize("waves", [None, 1])
+def test_trend_and_season_are_recovered_and_forecast(waves: int | None) -> None:
     steps = torch.arange(60, dtype=DOUBLE)
     truth = 300 + 0.5 * steps + 3 * torch.sin(2 * math.pi * steps / 4)
     y = truth + 0.3 * normal(7, 60)
     y[20:23] = NAN
-    model = LinearDynamics.structural(season=4).fit(y[:48], rounds=15, tolerance=2e-2)
+    model = LinearDynamics.structural(season=4, harmonics=waves).fit(y[:48], rounds=15, tolerance=2e-2)
     ahead = model.forecast(12)
     assert float((ahead.means[:, 0] - truth[48:]).abs().max()) < 1.5
     low, high = ahead.interval(0.999)
     assert bool(((y[48:] > low[:, 0]) & (y[48:] < high[:, 0])).all())
-    assert torch.equal(model.A_, LinearDynamics.structural(season=4).A_)  # type: ignore[arg-type]
+    assert torch.equal(model.A_, LinearDynamics.structural(season=4, harmonics=waves).A_)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("season", "waves"), [(4, None), (7, None), (7, 3), (8, 4), (12, 2)])
+def test_a_season_comes_back_after_its_steps_and_sums_to_zero(season: int, waves: int | None) -> None:
+    """All of them, with and without a trend: C A^t repeats, with a wave of each frequency."""
+    for trend in (True, False):
+        model, base = LinearDynamics.structural(trend=trend, season=season, harmonics=waves), 2 if trend else 1
+        assert model.A_ is not None
+        assert model.C_ is not None
+        a, c = model.A_[base:, base:], model.C_[:, base:]
+        values = torch.stack([c @ torch.linalg.matrix_power(a, t) for t in range(2 * season)])[:, 0]
+        torch.testing.assert_close(values[season:], values[:season])
+        torch.testing.assert_close(values[:season].sum(0), torch.zeros(len(a), dtype=DOUBLE))
+        assert torch.linalg.matrix_rank(values) == len(a)  # no state is without effect
+        assert len(a) == (season - 1 if waves is None else min(2 * waves, season - 1))
+        strengths = torch.fft.rfft(values[:season], dim=0).abs().amax(1)
+        assert (strengths > 1e-9).sum() == (season // 2 if waves is None else waves)
+        level = torch.eye(2, dtype=DOUBLE) + torch.diag(torch.ones(1, dtype=DOUBLE), 1)
+        assert torch.equal(model.A_[:base, :base], level[:base, :base])
+        assert model.G.sum(0).tolist() == [1.0] * (base + (1 if waves is None else len(a)))
 
 
 def test_without_matrices_the_data_give_a_start() -> None:
@@ -279,6 +300,9 @@ def test_bad_input_is_refused() -> None:
         LinearDynamics(**{**given, "C": torch.zeros(2, 2), "R": torch.zeros(2, 2)}).filter(normal(0, 3, 2))
     with pytest.raises(lapis.OptionError, match="no parameters"):
         LinearDynamics(2).smooth(normal(0, 3, 2))
+    for wrong in ({"harmonics": 2}, {"season": 7, "harmonics": 4}, {"season": 1}, {"season": 4, "harmonics": 0}):
+        with pytest.raises(lapis.OptionError):
+            LinearDynamics.structural(**wrong)
     with pytest.raises(lapis.DataError, match="overflow"):
         LinearDynamics(1).fit([1e200, 0.0, 1.0])
     with pytest.raises(lapis.DataError, match="never observed"):

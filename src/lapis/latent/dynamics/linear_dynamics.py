@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -155,32 +156,40 @@ class LinearDynamics:
 
     @classmethod
     def structural(
-        cls, *, trend: bool = True, season: int | None = None, dtype: torch.dtype = DOUBLE
+        cls, *, trend: bool = True, season: int | None = None, harmonics: int | None = None, dtype: torch.dtype = DOUBLE
     ) -> LinearDynamics:
         """A series as level, slope of the level (`trend`) and a season of this many steps, each with its own noise.
 
-        level_t = level + slope + w,  slope_t = slope + w',  season_t = -(the season's last s - 1 values) + w''. Only
-        these variances and that of y are fitted; the states start widely around the mean of the data.
+        level_t = level + slope + w,  slope_t = slope + w',  season_t = -(the season's last s - 1 values) + w''. With
+        `harmonics` the season is a sum of so many waves, of frequencies 1 / s, 2 / s, ..., whose amplitudes and phases
+        drift: it is smooth, and has fewer states. Only these variances and that of y are fitted; the states start
+        widely around the mean of the data.
         """
         check_arguments(LinearDynamics.structural, locals())
         if season == 1:
             raise OptionError("Bad season", expected="at least 2 steps", got="1", do="leave it out, or pass more")
-        base = 2 if trend else 1
-        states = base + (season - 1 if season else 0)
-        a = torch.eye(states, dtype=dtype)
-        c = torch.zeros(1, states, dtype=dtype)
-        c[0, 0] = 1
-        if trend:
-            a[0, 1] = 1
-        if season:
-            a[base:, base:] = torch.diag(torch.ones(season - 2, dtype=dtype), -1)
-            a[base, base:] = -1
-            c[0, base] = 1
-        noises = base + (1 if season else 0)
-        model = cls(
-            A=a, C=c, G=torch.eye(states, noises, dtype=dtype), fixed=("A", "C", "m", "P"), state_noise="diagonal",
-            dtype=dtype,
-        )  # fmt: skip
+        if harmonics is not None and not (season and harmonics <= season // 2):
+            raise OptionError(
+                "Bad harmonics", expected=f"at most half of season={season}", got=str(harmonics),
+                do="pass season, and no more waves than half its steps",
+            )  # fmt: skip
+        base = torch.tensor([[1.0, 1.0], [0.0, 1.0]], dtype=dtype) if trend else torch.ones(1, 1, dtype=dtype)
+        blocks, entering = [base], [*range(len(base))]
+        seen = [1.0, *[0.0] * (len(base) - 1)]
+        if season and harmonics is None:
+            last = torch.diag(torch.ones(season - 2, dtype=dtype), -1)
+            last[0] = -1
+            blocks, seen, entering = [base, last], [*seen, 1.0, *[0.0] * (season - 2)], [*entering, len(base)]
+        elif season and harmonics:
+            for wave in range(1, harmonics + 1):
+                turn = torch.tensor(2 * math.pi * wave / season, dtype=dtype)
+                one = torch.stack([turn.cos(), turn.sin(), -turn.sin(), turn.cos()]).reshape(2, 2)
+                one = one[:1, :1] if 2 * wave == season else one  # it changes its sign at every step
+                blocks, seen = [*blocks, one], [*seen, 1.0, *[0.0] * (len(one) - 1)]
+            entering = [*range(len(seen))]
+        a = torch.block_diag(*blocks)
+        c, g = torch.tensor([seen], dtype=dtype), torch.eye(len(a), dtype=dtype)[:, entering]
+        model = cls(A=a, C=c, G=g, fixed=("A", "C", "m", "P"), state_noise="diagonal", dtype=dtype)
         model._level = True
         return model
 
