@@ -358,7 +358,10 @@ def main() -> None:
         "## Factor analysis: KL + ELBO = log p(y)",
         table(["q", "rounds", "ELBO", "KL, closed form", "sum", "log p(y), closed form"], lines),
         "## Factor analysis: theta",
-        table(["", "the last search gained", "converged", "log likelihood", "ELBO", "W W^T off by"], maximum_likelihood(chosen.quick)),
+        table(
+            ["", "the last search gained", "converged", "log likelihood", "ELBO", "W W^T off by"],
+            maximum_likelihood(chosen.quick),
+        ),
         "## Logistic regression with latent scales",
         table(
             [

@@ -242,6 +242,11 @@ def test_bad_input_is_refused() -> None:
     for q in ("full", nn.Linear(4, 5, dtype=DOUBLE)):
         with pytest.raises(lapis.OptionError, match="n_latent"):
             variational_em(known, q, Y)  # type: ignore[arg-type]
+    for theta, words in ((torch.tensor(1.0), "depend on theta"), (torch.tensor(1), "floating point")):
+        with pytest.raises(lapis.LapisError, match=words):
+            variational_em(lambda y, z, theta: known(y, z), "full", Y, n_latent=2, parameters={"a": theta})
+    with pytest.raises(lapis.OptionError, match="network as q"):
+        variational_em(known, "full", Y, n_latent=2, rounds=60).of(Y[:3])
     with pytest.raises(lapis.DataError, match="finite"):
         variational_em(known, "full", Y * math.nan, n_latent=2, rounds=2)
     with pytest.raises(lapis.DataError, match="data"):

@@ -187,7 +187,7 @@ class LinearDynamics:
                 one = one[:1, :1] if 2 * wave == season else one  # it changes its sign at every step
                 blocks, seen = [*blocks, one], [*seen, 1.0, *[0.0] * (len(one) - 1)]
             entering = [*range(len(seen))]
-        a = torch.block_diag(*blocks)
+        a: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
         c, g = torch.tensor([seen], dtype=dtype), torch.eye(len(a), dtype=dtype)[:, entering]
         model = cls(A=a, C=c, G=g, fixed=("A", "C", "m", "P"), state_noise="diagonal", dtype=dtype)
         model._level = True

@@ -79,6 +79,11 @@ class Ascent:
                 noise = noise_of(self.draws, gaussians, self.source)
                 values = integrand(self.function, gaussians if half == 0 else gaussians.detached(), part, noise)
                 loss = -values.mean(0).sum() * (self.count / len(rows))
+                if not loss.requires_grad:
+                    raise ModelError(
+                        "log_joint does not depend on theta", expected="a function of the parameters", got="another",
+                        do="leave parameters out, or use them in log_joint",
+                    )  # fmt: skip
                 found = torch.autograd.grad(loss, group, allow_unused=True)
                 for p, gradient in zip(group, found, strict=True):
                     p.grad = gradient

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from lapis.errors import LapisWarning, OptionError
-from lapis.latent.variational.approximation import Approximation, Gaussians, approximation, latent_size
+from lapis.latent.variational.approximation import Approximation, Gaussians, PerDatum, approximation, latent_size
 from lapis.latent.variational.ascent import LAST_RATE, Ascent, Function, count_of, integrand, noise_of, tensors_of
-from lapis.options import check_arguments, check_count, checked_tensor
+from lapis.options import check_arguments, check_count, checked_tensor, shown
 from lapis.progress import track
 
 LogJoint = Callable[..., Tensor]
@@ -55,6 +55,11 @@ class VariationalFit:
 
     def of(self, data: Any) -> Gaussians:
         """q of these data: those of the fit, or others where q is a network."""
+        if isinstance(self.approximation, PerDatum) and data is not self._data:
+            raise OptionError(
+                "q has parameters of its own for each datum of the fit", expected="a network as q, for other data",
+                got=shown(data), do="fit with a network, or ask for .q",
+            )  # fmt: skip
         with torch.no_grad():
             found: Gaussians = self.approximation(torch.arange(count_of(data)), data)
         return found
@@ -144,7 +149,10 @@ def _model(
         return fitted, {name: p for name, p in fitted.named_parameters() if p.requires_grad}, fitted
     if parameters is None:
         return log_joint, {}, log_joint
-    theta = {name: checked_tensor(name, p).detach().clone().requires_grad_() for name, p in parameters.items()}
+    for name, p in parameters.items():
+        if not checked_tensor(name, p).is_floating_point():
+            raise OptionError(f"Bad {name}", expected="floating point", got=shown(p), do=f"pass {name}.double()")
+    theta = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
     return lambda data, z: log_joint(data, z, theta), theta, log_joint
 
 
