@@ -63,8 +63,9 @@ def ascend(evaluate: Evaluate, start: Point, *, max_iterations: int, tolerance: 
         error = relative_error(best, bounds)
         if error <= tolerance or result.status != FAILED_LINE_SEARCH or best is before or iterations >= max_iterations:
             break
-    flat = (bool(result.success) or result.status == FAILED_LINE_SEARCH) and error <= FLAT * tolerance
-    reason = str(result.message)
+    stuck = bool(result.success) or result.status == FAILED_LINE_SEARCH
+    flat = stuck and error <= FLAT * tolerance
+    reason = f"no step raises the evidence, relative slope {error:.1e}" if stuck else str(result.message)
     if error <= tolerance:
         reason = f"relative slope {error:.1e}, at most {tolerance:.1g}"
     elif flat:
