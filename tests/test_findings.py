@@ -22,6 +22,7 @@ X = torch.randn(24, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
 HUGE = 10**400
 COMPLEX = torch.ones(1, dtype=torch.complex64)
 META = torch.ones(3, device="meta")
+LEAF = torch.ones(2, requires_grad=True)
 
 
 def mixture() -> latent.GaussianMixture:
@@ -105,6 +106,11 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: lapis.active.learn(never, (X, X[:, 0]), 3, start=2, test=(X, None)),  # type: ignore[arg-type]
         lapis.DataError,
     ),
+    "groups of an optimiser without parameters": (
+        lambda: lapis.optim.IVON([{"params": [1]}], lr=0.1, data_size=3),
+        lapis.OptionError,
+    ),
+    "parameters that are results": (lambda: lapis.optim.VON([2 * LEAF], lr=0.1, data_size=3), lapis.OptionError),
     "groups without patterns": (
         lambda: lapis.laplace(
             nn.Linear(3, 2).double(), (X, X[:, :2]), "regression", prior=lapis.Prior(groups={"a": 1})

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import lapis
 import tampering
@@ -40,3 +41,13 @@ def test_bases_that_are_not_orthonormal_are_refused_whoever_sealed_them(name: st
     tampering.rewrite(tmp_path / "other", header, tensors, "seal", case.key)
     with pytest.raises(lapis.FileError, match="orthonormal"):
         case.use(tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", ["state.more", "more"])
+def test_tensors_that_the_posterior_does_not_have_are_refused(name: str, tmp_path: Path) -> None:
+    """As when an optional one has another name: it would be taken for missing."""
+    case = tampering.posterior_case("swag", tmp_path)
+    header, tensors = tampering.parts(case.path)
+    tampering.rewrite(case.path, header, {**tensors, name: torch.zeros(3)}, "seal", case.key)
+    with pytest.raises(lapis.FileError, match=name):
+        case.use(case.path)

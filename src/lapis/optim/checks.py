@@ -41,12 +41,22 @@ def checked_parameters(params: Any) -> list[Any]:
             got=type(params).__name__,
             do="pass model.parameters()",
         )
-    found = list(params)
+    found = [{**each, "params": _listed(each.get("params"))} if isinstance(each, dict) else each for each in params]
     if not found:
         raise OptionError("There are no parameters", expected="at least one", got="none", do="pass model.parameters()")
-    strange = [each for each in found if not isinstance(each, (Tensor, dict, tuple))]
-    if strange:
-        raise OptionError(
-            "These are no parameters", expected="tensors or groups", got=shown(strange[0]), do="pass model.parameters()"
-        )
+    for each in found:
+        for one in each["params"] if isinstance(each, dict) else [each]:
+            parameter = one[-1] if isinstance(one, tuple) and one else one  # (name, parameter)
+            if not isinstance(parameter, Tensor) or not parameter.is_leaf:
+                raise OptionError(
+                    "These are no parameters",
+                    expected='leaf tensors, or groups of them: {"params": tensors, ...}',
+                    got="a result of computations" if isinstance(parameter, Tensor) else shown(one),
+                    do="pass model.parameters()",
+                )
     return found
+
+
+def _listed(params: Any) -> list[Any]:
+    """The parameters of a group."""
+    return list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor) else [params]

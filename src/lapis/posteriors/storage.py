@@ -145,7 +145,13 @@ def unpack(
         meaning = saved_likelihood(entry(config, "likelihood", dict), likelihood)
         if meaning.noise is not None and facts.n_outputs:
             meaning.check_outputs(torch.empty(1, 1, 1).expand(1, 1, facts.n_outputs))
-        return kind.from_state(state, network, meaning, facts)
+        found = kind.from_state(state, network, meaning, facts)
+    unknown = (
+        set(tensors) - {f"state.{name}" for name in found.state().tensors} - {CHOSEN + name for name in network.indices}
+    )
+    if unknown:
+        raise wrong(min(unknown), "tensors that such a posterior has", "one that it has not")
+    return found
 
 
 def _facts(config: dict[str, Any]) -> Facts:
