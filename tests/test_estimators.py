@@ -84,6 +84,7 @@ def test_pipelines_and_grid_search_take_it() -> None:
     search.fit(X, LABELS)
     assert search.best_params_["laplaceclassifier__hidden"] in [(2,), (3,)]
     assert search.predict_proba(X).shape == (40, 2)
+    np.testing.assert_allclose(np.exp(search.predict_log_proba(X)), search.predict_proba(X))
 
 
 def two_layers(inputs: int, outputs: int) -> nn.Module:

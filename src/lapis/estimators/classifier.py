@@ -37,7 +37,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):  # type: ignore[misc
         rows, targets = self._counted(rows, targets, sample_weight)
         self.classes_, indices = np.unique(column_or_1d(targets, warn=True), return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(f"A classifier needs examples of two classes; got 1 class, {self.classes_[0]!r}")
+            raise ValueError(f"A classifier needs examples of two classes; got 1 class, {self.classes_.tolist()[0]!r}")
         inputs = torch.from_numpy(np.ascontiguousarray(rows))
         self._train(inputs, torch.from_numpy(indices).long(), len(self.classes_), tuple(self.classes_.tolist()))
         return self
@@ -46,6 +46,10 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):  # type: ignore[misc
         """Probabilities (N, C) in the order of `classes_`."""
         rows = self._rows(X)
         return self.predictor_.probabilities(rows).probs.numpy()
+
+    def predict_log_proba(self, X: Any) -> Any:
+        """Logarithms of `predict_proba`."""
+        return np.log(self.predict_proba(X))
 
     def predict(self, X: Any) -> Any:
         """The most probable classes."""

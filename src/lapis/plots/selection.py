@@ -14,10 +14,10 @@ from lapis.plots.appearance import GREY
 
 
 def risk_coverage_curve(axes: Axes, uncertainties: Mapping[str, Tensor], losses: Tensor) -> Axes:
-    """Mean loss of the examples kept against their share, for each named doubt (N,) about the same losses (N,).
+    """Mean loss of the examples kept against their share, for each named uncertainty (N,), with the losses (N,) of all.
 
-    The lower, the better; a doubt that knows nothing stays at the mean loss, the dashed line. The legend gives the area
-    under each curve.
+    The lower, the better; an uncertainty that knows nothing stays at the mean loss, the dashed line. The legend gives
+    the area under each curve.
     """
     check_arguments(risk_coverage_curve, locals())
     if not uncertainties:

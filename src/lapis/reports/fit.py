@@ -139,8 +139,8 @@ def climb(posteriors: Mapping[str, Posterior]) -> Section | None:
     if not charts:
         return None
     lead = (
-        "Prior and noise were chosen to make the training data as probable as possible. A curve that has become flat "
-        "is a search that has found its top."
+        "Prior and noise were chosen to make the training data as probable as possible. A curve that has "
+        "levelled off means that the search has found its maximum."
     )
     return Section("evidence", "The climb of the evidence", lead, charts=charts)
 

@@ -26,7 +26,7 @@ MEANINGS = {
     "rmse": "Typical size of the error, in the unit of the targets.",
     "coverage": "Share of targets inside their 95 % intervals; 95 % is ideal.",
 }
-CLAIMS = "Claims held against what happened."
+CLAIMS = "What was claimed, beside what happened."
 HIGHER, NEITHER = ("accuracy",), ("confidence", "coverage")
 
 
