@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import DataError
-from lapis.learning_rule.expectations import Expectation, centred, refuse_curvature, refuse_kind
+from lapis.learning_rule.expectations import Expectation, centred, check_nodes, product, refuse_curvature
 from lapis.learning_rule.family import Family, Parameters, positive_vector, source_of
 from lapis.learning_rule.losses import Loss
 from lapis.options import check_arguments
@@ -24,7 +25,8 @@ class Dirichlet(Family):
 
     lambda = alpha - 1, mu = E[log theta] = psi(alpha) - psi(sum alpha). "local" is loss(exp(mu)), the loss at the
     geometric mean, whose sum is below one: exact for losses that are linear in log theta, as those of conjugate models
-    are. "monte_carlo" differentiates through draws, "function_values" does not.
+    are. "monte_carlo" differentiates through draws, "function_values" does not. "quadrature" breaks a stick: theta_k is
+    the share v_k of what is left, v_k ~ Beta(alpha_k, sum of those after it), each on a grid in its log odds.
 
     Args:
         concentration: alpha, (K,).
@@ -93,8 +95,10 @@ class Dirichlet(Family):
             point = mean_logs.exp()
             return (loss.gradients(point[None])[0] * point,)
         if how.kind == "quadrature":
-            raise refuse_kind(how, "A Dirichlet", ("local", "monte_carlo", "function_values"))
-        if how.kind == "function_values":
+            logs, weights = _grid(alpha, how.points)
+            values = loss.values(logs.exp()).detach()
+            slope = (weights * (values - weights @ values)) @ logs
+        elif how.kind == "function_values":
             drawn = _drawn(alpha, how.samples, how.generator)
             slope = centred(loss.values(drawn).detach()) @ (drawn.log() - mean_logs)
         else:
@@ -123,3 +127,33 @@ def _drawn(alpha: Tensor, samples: int, generator: torch.Generator) -> Tensor:
     """Normalised gammas, differentiable in alpha by torch's implicit derivatives."""
     gammas = torch._standard_gamma(alpha.expand(samples, -1), generator=generator).clamp_min(TINY)
     return gammas / gammas.sum(1, keepdim=True)
+
+
+def _grid(alpha: Tensor, points: int) -> tuple[Tensor, Tensor]:
+    """log theta (points^(K - 1), K) and weights whose weighted means stand for expectations."""
+    check_nodes((points, len(alpha) - 1))
+    after = alpha.sum() - alpha.cumsum(0)
+    shares = [_log_odds(float(a), float(b), points) for a, b in zip(alpha[:-1], after[:-1], strict=True)]
+    odds = product(torch.stack([nodes for nodes, _ in shares]))
+    left = torch.nn.functional.logsigmoid(-odds).cumsum(1)
+    logs = torch.nn.functional.logsigmoid(odds) + left - torch.nn.functional.logsigmoid(-odds)
+    return torch.cat([logs, left[:, -1:]], 1), product(torch.stack([weights for _, weights in shares])).prod(1)
+
+
+def _log_odds(a: float, b: float, points: int) -> tuple[Tensor, Tensor]:
+    """Nodes and weights for the log odds z of a Beta(a, b): the trapezium rule in t, z = mode + deviation sinh(t).
+
+    The density exp(a z) / (1 + exp(z))^(a + b) then falls doubly exponentially at both ends, and the error about
+    exponentially in the number of points: 1e-5 or less with 20, 1e-10 with 40, logarithms of proportions included.
+    """
+    mode, deviation = math.log(a / b), math.sqrt((a + b) / (a * b))
+
+    def log_density(t: Tensor) -> Tensor:
+        z = mode + deviation * t.sinh()
+        return a * z - (a + b) * torch.nn.functional.softplus(z)
+
+    t = torch.linspace(-12, 12, 4801, dtype=torch.float64)
+    inside = t[log_density(t) > log_density(t.new_zeros(())) - min(36.0, 2 + 0.7 * points)]
+    t = torch.linspace(float(inside[0]), float(inside[-1]), points, dtype=torch.float64)
+    heights = (log_density(t) - log_density(t).max()).exp() * t.cosh()
+    return mode + deviation * t.sinh(), heights / heights.sum()

@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -84,16 +84,6 @@ def refuse_curvature(how: Expectation, name: str) -> None:
             got=repr(how.curvature),
             do="leave curvature out: it is for Gaussians whose precision is learned",
         )
-
-
-def refuse_kind(how: Expectation, name: str, allowed: tuple[str, ...]) -> OptionError:
-    """The error for an expectation that a family does not have."""
-    return OptionError(
-        f"{name} has no such expectation",
-        expected=" or ".join(f'"{word}"' for word in get_args(Kind) if word in allowed),
-        got=f'"{how.kind}"',
-        do="choose one of these",
-    )
 
 
 def check_nodes(*grids: tuple[int, int]) -> None:

@@ -42,8 +42,8 @@ def step(
         q: a member of a family of `lapis.learning_rule`.
         loss: of a weight vector (P,) in float64, summed over all data and with -log prior: a 0-d tensor.
         rate: rho; 1 forgets where q was.
-        expectation: "local" (derivatives at the mean), "monte_carlo" (at draws), "quadrature" (Gauss-Hermite, or all
-            vectors of a discrete family) or "function_values" (of draws, without derivatives).
+        expectation: "local" (derivatives at the mean), "monte_carlo" (at draws), "quadrature" (Gauss-Hermite, all
+            vectors of a discrete family, a grid of proportions) or "function_values" (of draws, without derivatives).
         samples: draws, 16 by default.
         points: of the quadrature in each dimension, 20 by default.
         curvature: for Gaussians whose precision is learned: "hessian" (the default), "reparameterised" (the expected
