@@ -106,9 +106,37 @@ def ensemble(path: Path) -> list[Tensor]:
     return [lapis.ensemble(lambda: problem()[0], (x, y), "regression", **options).predict(x).variance]
 
 
+def optimise(path: Path) -> list[Tensor]:
+    """Every optimiser with a schedule, in a loop that keeps their states after each step, as a user's would."""
+    kept: dict[str, Any] = torch.load(path, weights_only=True) if path.exists() else {"found": [], "states": []}
+    for name in ("IVON", "VOGN", "VON", "BayesBiNN")[len(kept["found"]) :]:
+        model, x, y = problem()
+        kind: Any = getattr(lapis.optim, name)
+        optimiser = kind(model if name == "VOGN" else model.parameters(), lr=0.01, data_size=len(x))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 40)
+        parts: tuple[Any, ...] = (model, optimiser, schedule)
+        for part, state in zip(parts, kept["states"], strict=False):
+            part.load_state_dict(state)
+        while schedule.last_epoch < 40:
+            number = schedule.last_epoch
+            torch.manual_seed(number)  # dropout
+            batch = torch.arange(20) + 20 * (number % 6)
+            optimiser.zero_grad()
+            with optimiser.sampled():
+                ((model(x[batch]) - y[batch]).square().mean() / 2).backward()
+            optimiser.step()
+            schedule.step()
+            kept["states"] = [part.state_dict() for part in parts]
+            torch.save(kept, path.with_suffix(".partial"))
+            path.with_suffix(".partial").rename(path)
+        ends = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        kept = {"found": [*kept["found"], [ends, optimiser.posterior(model, "regression").sample(2)]], "states": []}
+    return [tensor for pair in kept["found"] for tensor in pair]
+
+
 WORKS: dict[str, Callable[[Path], list[Tensor]]] = {
     "train": train, "draw": draw, "draw_by_sgd": draw_by_sgd, "variational": variational, "laplace": laplace,
-    "refine": refine, "calibrate": calibrate, "ensemble": ensemble,
+    "refine": refine, "calibrate": calibrate, "ensemble": ensemble, "optimise": optimise,
 }  # fmt: skip
 
 
