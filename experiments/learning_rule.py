@@ -26,6 +26,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from matplotlib.ticker import MaxNLocator, NullLocator
 from methods import command
 from methods.images import Images, small_digits, stored
 from methods.rows import NotThere, Row, read
@@ -305,7 +306,7 @@ def binary_picture(chosen: argparse.Namespace) -> str:
     x, y = moons(0)
     features = torch.cat([x, torch.ones(len(x), 1)], 1)
     model = binary_network(3, 128, 2)
-    optimiser = lapis.optim.BayesBiNN(model.parameters(), lr=1e-3, data_size=len(x), temperature=0.5, start=2.0)
+    optimiser = lapis.optim.BayesBiNN(model.parameters(), lr=1e-3, data_size=len(x), temperature=0.1, start=2.0)
     steps = 200 if chosen.quick else 2000
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
 
@@ -331,14 +332,14 @@ def binary_picture(chosen: argparse.Namespace) -> str:
         "average of 50 drawn ones": drawn.probs[:, 1],
         "their disagreement (mutual information)": drawn.mutual_information,
     }
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4), constrained_layout=True)
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), constrained_layout=True)
     for at, (title, value) in zip(axes, shown.items(), strict=True):
-        unsure = value is drawn.mutual_information
+        unsure = title.startswith("their")
         picture = at.imshow(
             value.reshape(80, 80).T, origin="lower", extent=(-2.5, 2.5, -2.5, 2.5), vmin=0,
             vmax=None if unsure else 1, cmap="Greys" if unsure else "RdBu_r",
         )  # fmt: skip
-        at.scatter(*x[:200].T, c=y[:200], s=12, cmap="RdBu_r", edgecolors="w", linewidths=0.5)
+        at.scatter(*x[:200].T, c=y[:200], s=14, cmap="RdBu_r", edgecolors="w", linewidths=0.6)
         at.set_title(title, fontsize=9)
         figure.colorbar(picture, ax=at, shrink=0.8)
     chosen.figures.mkdir(parents=True, exist_ok=True)
@@ -353,15 +354,25 @@ def write(chosen: argparse.Namespace, settings: dict[str, Setting]) -> None:
     rows = [row for row in read(chosen.rows) if (row["setting"], row["column"]) in known]
     there = [name for name in settings if any(row["setting"] == name and "error" not in row for row in rows)]
     parts = []
-    figure, axes = plt.subplots(1, max(1, len(there)), figsize=(4.2 * max(1, len(there)), 3.4), squeeze=False)
-    for name, at in zip(there, axes[0], strict=False):
+    across = min(4, max(1, len(there)))
+    down = -(-max(1, len(there)) // across)
+    figure, axes = plt.subplots(down, across, figsize=(3.4 * across, 3 * down), squeeze=False)
+    for name, at in zip(there, axes.flat, strict=False):
         found = by_column(rows, name, RATES)
         parts.append(f"## {name}\n\n" + scored(found, SCORES, higher=("accuracy", "OOD-AUROC")))
         for column, each in found.items():
             curves = [row["curve"] for row in each]
             at.plot(range(1, len(curves[0]) + 1), [mean(values) for values in zip(*curves, strict=True)], label=column)
-        at.set(title=name, xlabel="epoch", ylabel="validation NLL at the mean", yscale="log")
+        at.set(title=name, xlabel="epoch", yscale="log")
+        at.xaxis.set_major_locator(MaxNLocator(integer=True))
+        at.yaxis.set_major_locator(MaxNLocator(5))
+        at.yaxis.set_major_formatter("{x:.2g}")
+        at.yaxis.set_minor_locator(NullLocator())
         at.legend(fontsize=7)
+    for unused in axes.flat[len(there) :]:
+        unused.axis("off")
+    for row in axes:
+        row[0].set_ylabel("validation NLL at the mean")
     figure.tight_layout()
     parts.append(binary_picture(chosen))
     about = command.About(

@@ -14,6 +14,7 @@ from itertools import product
 import matplotlib.pyplot as plt
 from common import table
 from learning_rule import Setting, Trained, lenet, perceptron_of_mnist, trained
+from matplotlib.ticker import FixedLocator, NullLocator
 from methods import command
 from methods.images import Images, small_digits, stored
 from methods.rows import NotThere, Row, read
@@ -67,6 +68,7 @@ def work(loaded: tuple[Setting, Images, int], column: str) -> Row:
 
 def write(chosen: argparse.Namespace, settings: dict[str, Setting]) -> None:
     rows = read(chosen.rows)
+    settings = {name: setting for name, setting in settings.items() if any(row["setting"] == name for row in rows)}
     parts = []
     figure, axes = plt.subplots(1, 2 * len(settings), figsize=(4 * 2 * len(settings), 3.4), squeeze=False)
     places = iter(axes[0])
@@ -91,6 +93,9 @@ def write(chosen: argparse.Namespace, settings: dict[str, Setting]) -> None:
             at.set(
                 title=f"{name}, {next(iter(kind)).split(',')[0]}", xlabel="lr", ylabel="validation NLL", xscale="log"
             )
+            at.xaxis.set_major_locator(FixedLocator([0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0]))
+            at.xaxis.set_major_formatter("{x:g}")
+            at.xaxis.set_minor_locator(NullLocator())
             low = min((value for points in curves.values() for _, value in points), default=1.0)
             at.set_ylim(0.97 * low, 1.6 * low)
             at.legend(fontsize=6)
