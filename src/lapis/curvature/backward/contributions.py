@@ -21,9 +21,6 @@ from lapis.curvature.moments import add_half_gram
 CHUNK_BYTES = 16 * 2**20
 """Largest explicit piece of a Jacobian held while contracting it; about the size of a last-level cache."""
 
-KERNEL_BYTES = 2**21
-"""The same for kernels' gradients from torch's convolutions: about a core's own cache, from which they are summed."""
-
 SMALL_ENTRIES = 2**16
 """Up to this many entries of g, squaring a copy is faster than adding squares seed by seed."""
 
@@ -74,10 +71,7 @@ class Outer:
         return jacobian.reshape(batch, groups, seeds, outputs, -1).permute(2, 0, 1, 3, 4).reshape(seeds, batch, -1)
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """J in pieces that fit the cache: (examples, outputs, J as (b, K, M, o, I), its bias column (b, K, M, o)).
-
-        Without a bias there is no column: an empty tensor.
-        """
+        """J in pieces that fit the cache: (examples, outputs, J (b, K, M, o, I), column of the bias (b, K, M, o))."""
         none = self.g.new_empty(0)
         groups, seeds, batch, positions, outputs = self.g.shape
         if self.direct is not None:

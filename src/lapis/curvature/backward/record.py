@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Inputs
-from lapis.curvature.backward.contributions import CHUNK_BYTES, KERNEL_BYTES, Contribution, Lookup, Outer, Rows
+from lapis.curvature.backward.contributions import CHUNK_BYTES, Contribution, Lookup, Outer, Rows
 from lapis.curvature.backward.entries import Entries
 from lapis.curvature.backward.gradients import Gradients
 from lapis.curvature.backward.per_example import PerExample
@@ -18,6 +18,9 @@ from lapis.curvature.recording.layers import Call, LookupUse, OuterUse, RowsUse,
 from lapis.curvature.recording.patches import GROUPED_GRADIENTS, PATCH_MOMENTS
 from lapis.curvature.recording.sites import Plan, Site, Slot
 from lapis.proofs import Proofs
+
+KERNEL_BYTES = 2**21
+"""Gradients of a kernel that torch's convolution makes at once: they are summed from a core's own cache."""
 
 
 class Record:
