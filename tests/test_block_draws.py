@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -139,14 +140,24 @@ def test_the_solver_is_chosen_by_size_and_by_what_was_asked_for(monkeypatch: pyt
     assert made.draw(2).drawing.solver == "block"
     assert made.with_solver(tolerance=1e-3).draw(2).drawing.solver == "cg"
     assert made.with_solver(space="outputs").draw(2).drawing.solver == "cg"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lapis.LapisWarning)  # its residual
+        assert made.draw(2, epochs=4, batch_size=10).drawing.solver == "sgd"
+    with pytest.raises(lapis.OptionError, match="have no epochs"):
+        made.draw(2, epochs=40, error=0.1)
 
 
 def test_the_time_is_foretold_and_an_early_end_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     made, _ = posterior(torch.float32)
     made.draw(4, solver="block", progress=True)
     assert "4 together: about 25 products of at most" in " ".join(capsys.readouterr().err.split())
-    made.draw(4, solver="block", progress=False)
-    assert "products" not in capsys.readouterr().err
+    made.draw(4, solver="cg", progress=True)
+    assert "4 together, to a residual of 1e-05: usually far" in " ".join(capsys.readouterr().err.split())
+    made.draw(4, solver="sgd", epochs=30, batch_size=20, progress=True)
+    assert "SGD, 4 together: 120 steps of" in " ".join(capsys.readouterr().err.split())
+    for solver in ("block", "cg"):
+        made.draw(4, solver=solver, progress=False)
+        assert "together" not in capsys.readouterr().err
     with pytest.warns(lapis.LapisWarning, match="estimated relative error of"):
         drawn = made.with_solver(max_iterations=4).draw(3, solver="block", error=1e-4)
     assert not drawn.drawing.converged

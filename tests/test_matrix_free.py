@@ -530,8 +530,8 @@ def test_bad_options_of_a_fit_are_refused(options: dict[str, Any], match: str) -
     ("options", "match"),
     [
         ({"solver": "adam"}, "Unknown solver"),
-        ({"objective": "noisy"}, "no objective"),
-        ({"epochs": 3}, "no epochs"),
+        ({"solver": "block", "objective": "noisy"}, "no objective"),
+        ({"error": 0.1, "epochs": 3}, "no epochs"),
         ({"solver": "sgd", "objective": "quiet"}, "Unknown objective"),
         ({"solver": "sgd", "epochs": 0}, "Bad epochs"),
         ({"samples": 0}, "Bad samples"),

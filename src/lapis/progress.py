@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 def track(items: Iterable[Item], description: str, total: int | None, show: bool | None = None) -> Iterator[Item]:
     """Yield `items`, showing a bar on standard error; `show=None` shows it on a terminal outside CI only."""
-    if not _shown(show):
+    if not shown(show):
         yield from items
         return
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -24,9 +24,10 @@ def track(items: Iterable[Item], description: str, total: int | None, show: bool
 
 def announce(text: str, show: bool | None = None) -> None:
     """Say on standard error what is about to be done, where `track` would show a bar."""
-    if _shown(show):
+    if shown(show):
         Console(stderr=True).print(text, highlight=False, markup=False)
 
 
-def _shown(show: bool | None) -> bool:
+def shown(show: bool | None) -> bool:
+    """Whether bars and announcements are to be seen."""
     return sys.stderr.isatty() and not os.environ.get("CI") if show is None else show

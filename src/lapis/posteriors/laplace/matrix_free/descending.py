@@ -17,6 +17,7 @@ At the solution a = u - F y all of these are zero: minibatches add no noise ther
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from functools import partial
 from itertools import accumulate
@@ -30,6 +31,7 @@ from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.errors import LapisWarning
 from lapis.posteriors.laplace.matrix_free.drawn import Drawing
 from lapis.posteriors.laplace.matrix_free.noise import noise
+from lapis.progress import announce, shown
 from lapis.schema import count, entry, sound, tensor
 from lapis.solvers import Operator, SGDSettings, SGDState, sgd, sgd_learning_rate
 from lapis.solvers.operator import norms
@@ -159,6 +161,17 @@ class Descent:
         left = self.product(self.data, y, 1.0).sub_(self.target).mul_(self.root)
         return norms(left) / norms(self.target * self.root)
 
+    def forecast(self, state: SGDState) -> str:
+        """How long the steps from a state on will take, by the time of one."""
+        self.gradient(state.iterate, state.step)  # the first product is slower: it is proven
+        began = time.perf_counter()
+        self.gradient(state.iterate, state.step)
+        each, left = time.perf_counter() - began, state.settings.steps - state.step
+        return (
+            f"Draws by SGD, {len(state.iterate)} together: {left:,} steps of {each:.2g} s "
+            f"({len(self.parts)} minibatches an epoch): about {left * each:.2g} s"
+        )
+
     @staticmethod
     def judged(residuals: Tensor) -> bool:
         """Whether the residuals are small enough; warns if not."""
@@ -222,6 +235,8 @@ def by_sgd(
     if descent.rows is None:
         descent.start = descent.start[:0]  # free it: the state holds the iterate from here on
 
+    if posterior.curvature.ranks is None and shown(progress):  # steps of ranks would need all of them
+        announce(descent.forecast(state), progress)
     cautious = bool(descent.ends) and chosen.learning_rate is None
 
     def note(now: SGDState) -> bool:

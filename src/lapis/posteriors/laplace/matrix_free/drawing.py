@@ -6,6 +6,7 @@ A draw is the minimiser of 1/2 |G z - u|^2 + 1/2 |z - z0|^2_Lambda with white no
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from lapis.posteriors.laplace.matrix_free.descending import by_sgd, examples_at_
 from lapis.posteriors.laplace.matrix_free.drawn import Drawing, DrawnPosterior
 from lapis.posteriors.laplace.matrix_free.noise import noise
 from lapis.posteriors.laplace.matrix_free.together import by_block
+from lapis.progress import announce, shown
 from lapis.schema import count, entry, tensor, under, wrong
 from lapis.solvers import CGProgress, CGState
 from lapis.solvers.cg import Stop
@@ -63,7 +65,7 @@ def options(
     given["clip"] = clip
     named = [name for name, value in given.items() if value is not None]
     if solver == "auto":
-        solver = _chosen(posterior, error)
+        solver = "sgd" if named and error is None else _chosen(posterior, error)
     if solver != "block" and error is not None:
         raise OptionError(
             "Only draws by block conjugate gradients are solved to an error of their variances",
@@ -87,9 +89,7 @@ def options(
 
 
 def _chosen(posterior: ImplicitPosterior, error: float | None) -> str:
-    """The solver that "auto" stands for: see `ImplicitPosterior.draw`. Never SGD, whose variances are off by 118 % at
-    the price at which those of "block" are right to 5 % (docs/matrix-free.md).
-    """
+    """The solver that "auto" stands for without options of SGD: see `ImplicitPosterior.draw`."""
     small = posterior.n_weights <= EXACT
     if error is None and (small or posterior.solver.tolerance is not None or posterior.solver.space == "outputs"):
         return "cg"
@@ -130,6 +130,8 @@ def _by_cg(
     residuals: list[float] = []
     stopped: list[str] = []
     products, start = 0, None
+    if posterior.curvature.ranks is None and shown(progress):  # products of ranks would need all of them
+        announce(_forecast(posterior, chosen.samples), progress)
     if kept.tensors:
         iterations = list(entry(kept.facts, "iterations", list[int]))
         residuals = list(entry(kept.facts, "residuals", list[float]))
@@ -175,6 +177,23 @@ def _by_cg(
     converged = all(why == "converged" for why in stopped)
     drawing = Drawing("cg", None, seed, tuple(iterations), tuple(residuals), converged, reason, products)
     return found, drawing
+
+
+def _forecast(posterior: ImplicitPosterior, samples: int) -> str:
+    """How long draws by conjugate gradients will take at most: an iteration for each unknown, by a product's time."""
+    gaussian, together = posterior.gaussian, min(samples, posterior.vectors_at_once())
+    operator = gaussian.operator() if gaussian.space == "weights" else gaussian.output_operator()
+    vectors = torch.ones(together, operator.size, dtype=operator.dtype, device=operator.device)
+    operator(vectors)  # the first product is slower: it is proven
+    began = time.perf_counter()
+    operator(vectors)
+    each, blocks = time.perf_counter() - began, -(-samples // together)
+    most = min(operator.size, gaussian.max_iterations)
+    return (
+        f"Draws by conjugate gradients, {together} together, to a residual of {gaussian.tolerance:.1g}: usually far "
+        f"fewer than {most:,} products of {each:.2g} s, {blocks} time{'s' if blocks > 1 else ''}: "
+        f"{blocks * most * each:.2g} s or less"
+    )
 
 
 def _facts(posterior: ImplicitPosterior, chosen: Options, seed: int) -> dict[str, Any]:

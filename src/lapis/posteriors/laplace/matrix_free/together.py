@@ -127,7 +127,7 @@ class _Block:
         expected = max(2, round(ITERATIONS / self.number**0.5))
         seconds = blocks * expected * self.seconds
         return (
-            f"draws by block conjugate gradients, {self.number} together: about {expected} products of at most "
+            f"Draws by block conjugate gradients, {self.number} together: about {expected} products of at most "
             f"{self.seconds:.2g} s, {blocks} time{'s' if blocks > 1 else ''}: {seconds:.0f} s or less"
         )
 
