@@ -1,10 +1,10 @@
 """Which solver draws at the least price, by the number of images and of draws: block CG or SGD.
 
-A LeNet of 46,678 weights on N images of MNIST, prior precision 34 (--precision). Prices are passes over the data a draw, where a pass
-is a product of the GGN of all data with a vector (about 1.5 training epochs of arithmetic); errors are
-sum |v - v*| / sum v* over the outputs' variances at 20 test images (one draw alone has variances near zero, of which a
-mean of ratios says nothing), v* from block CG with the same white noise run to an estimated error of 0.005. Every
-setting that ran is kept in --folder.
+A LeNet of 46,678 weights on N images of MNIST, prior precision 34 (--precision). Prices are passes over the data a
+draw, where a pass is a product of the GGN of all data with a vector (about 1.5 training epochs of arithmetic); errors
+are sum |v - v*| / sum v* over the outputs' variances at 20 test images (one draw alone has variances near zero, of
+which a mean of ratios says nothing), v* from block CG with the same white noise run to an estimated error of 0.005.
+Every setting that ran is kept in --folder.
 """
 
 from __future__ import annotations

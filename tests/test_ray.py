@@ -78,11 +78,7 @@ def test_no_shards_and_sums_of_one_term_are_refused() -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="an extra that `make test` does not install; `make test-extras` does")
-    # on a busy machine: no dashboard, no workers started ahead, little shared memory, and time to begin
-    system = {"prestart_worker_first_driver": False, "worker_register_timeout_seconds": 300}
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8, _system_config=system,
-    )  # fmt: skip
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
     yield ray
     ray.shutdown()
