@@ -176,7 +176,7 @@ def factor_analysis(axis: Any, quick: bool) -> list[list[str]]:
         )
     axis.axhline(log_p, color="black", lw=1.2, label="log p(y), closed form")
     axis.set_xticks(range(len(counts)), counts)
-    axis.set(title="variational EM: factor analysis", xlabel="rounds, q independent", ylim=(floor, log_p + 20))
+    axis.set(title="variational EM: factor analysis", xlabel="rounds, q independent", ylim=(floor, log_p + 45))
     axis.legend(frameon=False, fontsize=8, loc="upper left", ncols=3)
     fit = quietly(lambda y, z: log_joint(y, z, known), "full", y, n_latent=2, rounds=20 if quick else 100)
     kl, (elbo, error) = divergence(fit, posterior), fit.elbo(4000)

@@ -41,8 +41,10 @@ def raised(covariances: Tensor, least: Tensor, *, full: bool) -> Tensor:
 
 def constant_columns(rows: Tensor, consequence: str) -> list[int]:
     """Columns of rows (N, D) that have one value only, with a warning; NaN is missing."""
-    missing = rows.isnan()
-    low, high = torch.where(missing, torch.inf, rows).amin(0), torch.where(missing, -torch.inf, rows).amax(0)
+    low, high = rows.aminmax(dim=0)
+    if bool(low.isnan().any()):
+        missing = rows.isnan()
+        low, high = torch.where(missing, torch.inf, rows).amin(0), torch.where(missing, -torch.inf, rows).amax(0)
     never: list[int] = (low > high).nonzero()[:, 0].tolist()
     if never:
         raise DataError(

@@ -53,8 +53,11 @@ def as_real(value: Any) -> Tensor:
 
 def of_moderate_size(x: Tensor) -> Tensor:
     """x, or an error if sums of its squares overflow; NaN is missing."""
-    limit = (torch.finfo(x.dtype).max / (16 * max(x.numel(), 1))) ** 0.5
-    largest = float(x.detach().nan_to_num().abs().max()) if x.numel() else 0.0
+    limit, numbers = (torch.finfo(x.dtype).max / (16 * x.numel())) ** 0.5, x.detach()
+    low, high = numbers.aminmax()
+    if bool(low.isnan()):
+        low, high = numbers.nan_to_num().aminmax()
+    largest = max(-float(low), float(high))
     if largest > limit:
         raise DataError(
             "Numbers are so large that their squares overflow", expected=f"at most {limit:.2g}", got=f"{largest:.2g}",
