@@ -155,6 +155,9 @@ def test_sampled_regression_is_a_mixture_of_gaussians() -> None:
     assert prediction.method == "sampled"
     close(prediction.mean, values.mean(0)[:, 0])
     close(prediction.variance, (values**2).mean(0)[:, 0] - values.mean(0)[:, 0] ** 2 + 0.25)
+    each = torch.stack([values[:, n, 0].T.cov(correction=0) for n in range(3)])
+    assert prediction.f_covariance is not None
+    close(prediction.f_covariance, each)
     y = rand(3, 2, seed=5)
     components = distributions.Independent(distributions.Normal(values[:, :, 0].movedim(0, 1), 0.5), 1)
     weights = distributions.Categorical(torch.ones(3, 5, dtype=F64))

@@ -179,9 +179,11 @@ class LatentSamples:
         """Variance over the S networks, divided by S: they are the whole distribution, not a sample of one."""
         return self.values.var(0, unbiased=False)
 
-    @property
-    def blocks(self) -> None:
-        return None
+    @cached_property
+    def blocks(self) -> Tensor:
+        """Covariance over the S networks at each position, (B, T, C, C), divided by S like the variance."""
+        away = self.values.double() - self.values.double().mean(0)
+        return (torch.einsum("sbtc,sbtd->btcd", away, away) / len(away)).to(self.values.dtype)
 
     @property
     def is_joint(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lapis.errors import LikelihoodError
 from lapis.likelihoods import Bernoulli, Categorical, Custom, Gaussian, Likelihood
-from lapis.predictions import LatentGaussian, LatentMixture, LatentSamples, Prediction
+from lapis.predictions import Prediction
 
 
 def entropy(prediction: Prediction) -> Tensor:
@@ -98,14 +98,7 @@ def per_example(values: Tensor) -> Tensor:
 def moments(prediction: Prediction) -> tuple[Tensor, Tensor]:
     """Mean (B, T, C) and covariance (B, T, C, C) of the outputs at each position, in float64."""
     latent = prediction.latent
-    if isinstance(latent, LatentSamples):
-        values = latent.values.double()
-        gap = values - values.mean(0)
-        return values.mean(0), torch.einsum("sbtc,sbtd->btcd", gap, gap) / len(values)
     mean, variances = latent.mean.double(), latent.variance.double().clamp_min(0)
-    if isinstance(latent, LatentMixture):
-        return mean, torch.diag_embed(variances) if latent.blocks is None else latent.blocks.double()
-    assert isinstance(latent, LatentGaussian)
     return mean, torch.diag_embed(variances) if latent.blocks is None else latent.blocks.double()
 
 
