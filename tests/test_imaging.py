@@ -595,6 +595,21 @@ def test_the_evidence_is_looked_at_where_the_weights_average_also_after_an_inter
     assert torch.equal(resumed.state_dict()["inward.0.weight"], seen[0])
 
 
+def test_there_is_no_look_at_the_evidence_where_the_loss_has_jumped(
+    problem: tuple[imaging.RayTransform, Tensor, float],
+) -> None:
+    network, steps = small(), iter(range(100))
+
+    def jump(module: nn.Module, args: object) -> None:
+        if module.training and next(steps) == 13:
+            module.outward[0].bias.data += 3.0
+
+    network.register_forward_pre_hook(jump)
+    trained = fit_image(network, task(problem, 25), watch=lambda: 1.0, looks=5)
+    assert trained.losses[14] > 2 * min(trained.losses[:13])  # it did jump
+    assert [when for when, _ in trained.evidences] == [5, 10]
+
+
 @pytest.mark.filterwarnings("ignore:The trained network does not explain")
 def test_training_stops_when_the_evidence_falls_and_keeps_its_best_weights(
     problem: tuple[imaging.RayTransform, Tensor, float],

@@ -28,6 +28,10 @@ AVERAGED = 0.2
 """Looks at the evidence are at averages of the weights, over this share of the iterations between two looks: those of
 single iterations jump about by more than looks differ.
 """
+SPIKE = 2.0
+"""Times the lowest loss so far: above, training has just jumped away, as Adam does now and then, and a look would
+compare that jump. It is left out.
+"""
 CONTRAST, LOOKED_EVERY, SLOWER, RESTARTS = 1e-6, 10, 1 / 3, 3
 """An image with less contrast is dead: its sigmoid is where the slope vanishes. That is looked for so often; training
 then begins again with smaller steps, a few times at most.
@@ -99,7 +103,7 @@ def fit_image(
         task: data, loss, and how long.
         watch: the log evidence of the linearised network. It is asked for `looks` times on the way, at an exponential
             average of the weights; when it has fallen twice in a row training ends, and the average with the highest
-            is kept.
+            is kept. Where the loss has just jumped up there is no look.
         looks: how often.
         checkpoint: a file that keeps the state, and from which an interrupted run goes on as if it had not been.
         progress: show a bar (None: on a terminal only).
@@ -213,10 +217,15 @@ class _Run:
         self._whole = False
         there = model_tensors(self.network)
         load_model(self.network, self._average)
+        self.network.eval()
         try:
-            evidence = watch()
+            with torch.no_grad():
+                loss = float(self.task.loss(self.network(self.task.inputs)[0]))
+            evidence = watch() if loss <= SPIKE * min(self.trained.losses) else None
         finally:
             load_model(self.network, there)
+        if evidence is None:
+            return self.mark()
         self.trained.evidences.append((self.iteration, evidence))
         if evidence >= max(value for _, value in self.trained.evidences):
             self.best = {name: value.clone() for name, value in self._average.items()}
