@@ -47,6 +47,7 @@ class SolvedPosterior(LaplaceFamily):
 
     def with_view(self: Self, held: bool) -> Self:
         """See `Refinable.with_view`: J of the data, and J Lambda^-1 J^T, where these are small."""
+        check_arguments(SolvedPosterior.with_view, locals())
         found = (
             view(self.curvature.jacobian, self.facts.memory_budget) if held and self.curvature.ranks is None else None
         )

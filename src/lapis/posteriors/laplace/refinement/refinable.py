@@ -141,6 +141,7 @@ class Refinable(GaussianPosterior):
 
     def with_view(self: Self, held: bool) -> Self:
         """With what many solves under different priors and curvature share, if there is such a thing, or without it."""
+        check_arguments(Refinable.with_view, locals())
         return self
 
     @abstractmethod
