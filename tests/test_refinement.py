@@ -241,7 +241,7 @@ def test_implicit_refinement_is_the_dense_one(kind: str, tune: bool) -> None:
     parts = [(x[:5], y[:5]), (x[5:], y[5:])]
     likelihood = "regression" if kind == "noise" else "classification"
     dense, implicit = (lapis.laplace(model, parts, likelihood, structure=s, prior=0.5) for s in ("dense", "implicit"))
-    view = implicit.with_view(True).view
+    view = implicit._with_view(True).view
     assert view is not None
     assert (view.kernel is None) == (kind == "few weights")
     one, other = (posterior.refine(parts, tune=tune, max_rounds=60) for posterior in (dense, implicit))
@@ -262,7 +262,7 @@ def test_implicit_refinement_solves_where_no_matrix_fits(monkeypatch: pytest.Mon
     dense, implicit = (
         lapis.laplace(model, data, "classification", structure=s, prior=0.5) for s in ("dense", "implicit")
     )
-    assert implicit.with_view(True).view is None
+    assert implicit._with_view(True).view is None
     one, other = (posterior.refine(data).predict(data[0]).probs for posterior in (dense, implicit))
     torch.testing.assert_close(other, one, rtol=0, atol=0.03)
 

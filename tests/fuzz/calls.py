@@ -56,7 +56,7 @@ RESULTS = words("""
 HOOKS = words("""
     forward state evidence_point sample_of_data gamma_of_groups vectors_at_once tensors config clone canonical hessian
     position_nll nll gradient factor statistics sampled_gradient suspicion check_outputs targets to_config to_prior
-    group_index sizes vector curvature_trace link link_slope with_view
+    group_index sizes vector curvature_trace link link_slope
 """)
 """Methods that posteriors, likelihoods and priors write for the library to call, with arguments that it has checked:
 called here with right arguments only."""

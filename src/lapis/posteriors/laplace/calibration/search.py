@@ -132,7 +132,7 @@ def calibrate(
         swept = Swept(stored, held, link, GRID, progress, recalled, ranks)
         best, record = _searched(swept, start, temperature, progress)
     else:
-        viewed = posterior.with_view(True)
+        viewed = posterior._with_view(True)
         best, record = _searched(Predicted(viewed, held, link, recalled, ranks), start, temperature, progress)
     result: Fitted = replace(best.applied(posterior), calibration=record)
     return replace(result, mean=posterior.point, refinement=None, width=1.0) if record.prefers_plain else result

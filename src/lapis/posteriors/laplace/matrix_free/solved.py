@@ -45,9 +45,8 @@ class SolvedPosterior(LaplaceFamily):
             return None
         return self.view.factorised(self.curvature, self.weight_prior, float(self.scale.detach()))
 
-    def with_view(self: Self, held: bool) -> Self:
-        """See `Refinable.with_view`: J of the data, and J Lambda^-1 J^T, where these are small."""
-        check_arguments(SolvedPosterior.with_view, locals())
+    def _with_view(self: Self, held: bool) -> Self:
+        """See `Refinable._with_view`: J of the data, and J Lambda^-1 J^T, where these are small."""
         found = (
             view(self.curvature.jacobian, self.facts.memory_budget) if held and self.curvature.ranks is None else None
         )

@@ -139,9 +139,8 @@ class Refinable(GaussianPosterior):
         """Whether the precision is that of the exact GGN, so that Newton's steps need no further solve."""
         return False
 
-    def with_view(self: Self, held: bool) -> Self:
+    def _with_view(self: Self, held: bool) -> Self:
         """With what many solves under different priors and curvature share, if there is such a thing, or without it."""
-        check_arguments(Refinable.with_view, locals())
         return self
 
     @abstractmethod

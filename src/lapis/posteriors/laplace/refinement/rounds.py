@@ -214,7 +214,7 @@ def refine(
     """See `LaplaceFamily.refine`."""
     posterior = replace(detached(posterior), tangent=None, calibration=None, sharpness=1.0)
     problem = Problem(posterior, held, progress, ranks)
-    posterior = posterior.with_view(True)
+    posterior = posterior._with_view(True)
     tuning = posterior.tuning is not None if tune is None else tune
     search = Search(problem, posterior, tuning, tolerance * posterior.n_data)
     kept = refinement_file(checkpoint, posterior, problem, {"tuning": tuning, "tolerance": tolerance})
@@ -238,7 +238,7 @@ def refine(
             LapisWarning,
             stacklevel=3,
         )
-    refined: Fitted = replace(search.posterior.with_view(False), refinement=record)
+    refined: Fitted = replace(search.posterior._with_view(False), refinement=record)
     if tolerated_loss is not None and posterior.likelihood.kind == "classification":
         refined = replace(refined, width=chosen_width(refined, refined.sample_of_data(), tolerated_loss))
     return refined
