@@ -130,8 +130,10 @@ def page(chosen: Any, rows: list[Row]) -> None:
             parts.append(f"## {TITLES[setting.split('_')[1]]}\n\n{table(head, lines)}")
         axis.set(title=TITLES[setting.split("_")[1]], xlabel="labels", yscale="log")
         axis.grid(alpha=0.25, which="both")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
     axes[0].set_ylabel("test error, %")
-    next(axis for axis in axes if axis.lines).legend(frameon=False)
+    max(axes, key=lambda axis: len(axis.lines)).legend(frameon=False)
     about = About(
         "Active learning",
         f"""Pool of {"300 digits" if chosen.quick else f"{POOL:,} MNIST images"}, tested on {TEST:,}; {STEPS} steps of
