@@ -42,7 +42,7 @@ def make_network(name: str) -> nn.Module:
         made = getattr(module, attribute)()
     except (AttributeError, TypeError) as error:
         raise _bad(name, str(error), "a function or class that takes no arguments") from error
-    except Exception as error:
+    except Exception as error:  # the user's own code again
         raise _bad(name, _words(error), "a function that returns a torch.nn.Module") from error
     if not isinstance(made, nn.Module):
         raise _bad(name, type(made).__name__, "a function that returns a torch.nn.Module")
