@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapis.latent.markov import chain
-from lapis.latent.markov.chain import Paths, paths, paths_in_log_space
-from lapis.latent.markov.scaled import scaled_paths
+from lapis.latent.markov import chain, scaled
+from lapis.latent.markov.chain import Paths, paths_in_log_space
 from lapis.latent.markov.starts import random_rows
 from lapis.latent.sequences import Layout
 
@@ -32,6 +31,15 @@ def problem(
     return random_rows((4,), source), steps, layout.in_time(logs), layout
 
 
+def paths(initial: Tensor, transitions: Tensor, logs: Tensor, layout: Layout, *, pairs: bool = True) -> Paths:
+    return chain.paths(initial, transitions, logs.clone, layout, pairs=pairs)
+
+
+def failures(initial: Tensor, transitions: Tensor, logs: Tensor, layout: Layout) -> Tensor:
+    """Sequences that scaled probabilities do not serve, (B,)."""
+    return scaled.scaled_paths(initial, transitions, logs.clone(), layout, pairs=True)[3]
+
+
 def assert_same(found: Paths, exact: Paths, tolerance: float = 1e-12) -> None:
     for name in ("log_likelihoods", "states", "first", "pairs"):
         one, other = (getattr(each, name).double() for each in (found, exact))
@@ -43,7 +51,7 @@ def assert_same(found: Paths, exact: Paths, tolerance: float = 1e-12) -> None:
 @pytest.mark.parametrize("lengths", [(7,), (1, 1), (60, 60, 60), (3, 40, 1, 40, 12)])
 def test_scaled_probabilities_equal_log_space(lengths: tuple[int, ...], spread: float, zeros: bool) -> None:
     given = problem(len(lengths), lengths, spread, zeros)
-    assert not bool(scaled_paths(*given, pairs=True)[3].any())
+    assert not bool(failures(*given).any())
     assert_same(paths(*given), paths_in_log_space(*given), 1e-10 if spread > 1 else 1e-12)
     assert paths(*given, pairs=False).pairs is None
 
@@ -81,7 +89,7 @@ def test_sequences_that_underflow_go_through_log_space_and_others_do_not(
     else:
         rows[start], rows[start + 3] = torch.tensor([0.0, -400.0]), torch.tensor([-801.0, 0.0])
     logs = layout.in_time(rows)
-    failed = scaled_paths(initial, steps, logs, layout, pairs=True)[3]
+    failed = failures(initial, steps, logs, layout)
     assert failed.tolist() == [slot == int(layout.places[turned]) for slot in range(4)]
     seen = []
 

@@ -14,6 +14,7 @@ import lapis
 from lapis.latent import DiscreteEmissions, GaussianEmissions, HiddenMarkov
 from lapis.latent.markov.chain import log_product
 from lapis.latent.markov.emissions import Emissions
+from lapis.latent.markov.graph import differentiable_states
 from lapis.latent.markov.network import NetworkEmissions
 from lapis.latent.markov.starts import clustered, random_rows
 from lapis.learning_rule import Categorical, step
@@ -300,7 +301,55 @@ def test_gradients_are_those_of_finite_differences() -> None:
         free = HiddenMarkov(3, DiscreteEmissions(parts[2]), initial=parts[0], transitions=parts[1])
         return free.log_likelihood(sequences)
 
+    def posterior(initial: Tensor, steps: Tensor, symbols: Tensor) -> Tensor:
+        parts = (initial / initial.sum(), steps / steps.sum(1, keepdim=True), symbols / symbols.sum(1, keepdim=True))
+        free = HiddenMarkov(3, DiscreteEmissions(parts[2]), initial=parts[0], transitions=parts[1])
+        return torch.cat(free.posterior(sequences, graph=True))
+
     assert torch.autograd.gradcheck(likelihood, leaves)
+    assert torch.autograd.gradcheck(posterior, leaves)
+
+
+def test_a_posterior_with_its_graph_is_the_posterior() -> None:
+    model = symbols_model(zeros=True)
+    sequences = [torch.randint(4, (n,), generator=generator_of(n)) for n in (3, 1, 7, 7)]
+    labels = [torch.full((len(sequence),), -1) for sequence in sequences]
+    labels[2][4] = 2
+    for graph, plain in zip(
+        model.posterior(sequences, labels, graph=True), model.posterior(sequences, labels), strict=True
+    ):
+        torch.testing.assert_close(graph, plain, atol=1e-12, rtol=0)
+    with pytest.raises(lapis.LapisError, match="probability zero"):
+        model.posterior([0, 1, 2], [2, 0, -1], graph=True)  # the chain never goes back
+    # The derivative in a probability that is zero, from one side.
+    data, _ = model._seen(sequences, labels)
+    logs = model._model().log_densities(data)
+    assert model.initial_ is not None
+    assert model.transitions_ is not None
+    steps = model.transitions_.clone().requires_grad_()
+    weights = torch.randn(len(data.rows), 3, generator=generator_of(0), dtype=DOUBLE)
+    (weights * differentiable_states(model.initial_, steps, logs, data.layout)).sum().backward()
+    moved = model.transitions_.clone()
+    moved[1, 0] = 1e-7
+    there, here = (differentiable_states(model.initial_, a, logs, data.layout) for a in (moved, model.transitions_))
+    assert steps.grad is not None
+    assert float(steps.grad[1, 0]) == pytest.approx(float((weights * (there - here)).sum()) / 1e-7, rel=1e-4)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_sequences_of_one_length_equal_one_by_one(gaps: bool) -> None:
+    model = gaussian_model(states=3, width=2)
+    y = torch.randn(4, 6, 2, generator=generator_of(2), dtype=DOUBLE)
+    kept = y.clone()
+    labels = torch.full((4, 6), -1)
+    labels[1, 3] = 2
+    if gaps:
+        y[2, 4] = NAN
+    for graph in (False, True):
+        for sequence, known, together in zip(y, labels, model.posterior(y, list(labels), graph=graph), strict=True):
+            torch.testing.assert_close(together, model.posterior(sequence, known), atol=1e-12, rtol=0)
+    torch.testing.assert_close(model.log_likelihood(y), torch.stack([model.log_likelihood(sequence) for sequence in y]))
+    assert torch.equal(y.nan_to_num(), kept.masked_fill(y.isnan(), 0))  # what was passed stays as it was
 
 
 def test_float32_is_near_float64() -> None:

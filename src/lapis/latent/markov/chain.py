@@ -14,6 +14,7 @@ Derivatives of log p(y) are such expectations, so the backward pass of autograd 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,21 +87,27 @@ def log_product(logs: Tensor, matrix: Tensor) -> Tensor:
     return result
 
 
-def paths(initial: Tensor, transitions: Tensor, log_densities: Tensor, layout: Layout, *, pairs: bool = True) -> Paths:
-    """Expectations under p(z | y); `log_densities` is (T, B, K). Without `pairs` those are not summed."""
-    log_z, states, steps, failed = scaled_paths(initial, transitions, log_densities, layout, pairs=pairs)
+def paths(
+    initial: Tensor, transitions: Tensor, log_densities: Callable[[], Tensor], layout: Layout, *, pairs: bool = True
+) -> Paths:
+    """Expectations under p(z | y). Without `pairs` those are not summed.
+
+    `log_densities` makes log b, (T, B, K): the scan uses it up, and where it fails they are asked for again.
+    """
+    log_z, states, steps, failed = scaled_paths(initial, transitions, log_densities(), layout, pairs=pairs)
     if not bool(failed.any()):
         rows = layout.rows(states)
         return Paths(log_z[layout.places.to(log_z.device)], rows, states[0].sum(0), steps)
-    chain = (initial, transitions)
+    logs = log_densities()
     if bool(failed.all()):
-        return paths_in_log_space(*chain, log_densities, layout, pairs=pairs)
+        return paths_in_log_space(initial, transitions, logs, layout, pairs=pairs)
     bad, good = (layout.some(slots) for slots in (failed.cpu(), ~failed.cpu()))
+    left = logs[: good.longest, ~failed]
     parts = (
-        (bad, paths_in_log_space(*chain, log_densities[: bad.longest, failed], bad.layout, pairs=pairs)),
-        (good, paths(*chain, log_densities[: good.longest, ~failed], good.layout, pairs=pairs)),
+        (bad, paths_in_log_space(initial, transitions, logs[: bad.longest, failed], bad.layout, pairs=pairs)),
+        (good, paths(initial, transitions, lambda: left, good.layout, pairs=pairs)),
     )
-    log_z, rows = torch.empty_like(log_z), log_densities.new_empty(len(layout.time), len(initial))
+    log_z, rows = torch.empty_like(log_z), logs.new_empty(len(layout.time), len(initial))
     for part, found in parts:
         log_z[part.sequences.to(log_z.device)] = found.log_likelihoods
         rows[part.rows.to(rows.device)] = found.states

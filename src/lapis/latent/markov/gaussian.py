@@ -75,26 +75,35 @@ class GaussianEmissions(Emissions):
         return rows
 
     def log_densities(self, rows: Tensor) -> Tensor:
-        missing = rows.isnan()
-        if bool(missing.any()):
+        missing = rows.isnan() if bool(rows.sum().isnan()) else None
+        if missing is not None:
             rows = rows.nan_to_num()  # gradients of NaN are NaN, also where they are masked
         if self.covariances.dim() == 2:
             gaps = rows[:, None] - self.means
             each = gaps.square() / self.covariances + (2 * math.pi * self.covariances).log()
-            return -0.5 * torch.where(missing[:, None], 0.0, each).sum(-1)
+            return -0.5 * (each if missing is None else torch.where(missing[:, None], 0.0, each)).sum(-1)
         root = torch.linalg.cholesky(self.covariances)
         states, width = self.means.shape
         unit = torch.eye(width, dtype=root.dtype, device=root.device)
         whitening = torch.linalg.solve_triangular(root, unit.expand_as(root), upper=False)
         flat = whitening.flatten(0, 1).mT  # all states at once, about the middle of their means
         middle = self.means.mean(0)
-        centre = torch.einsum("kij,kj->ki", whitening, self.means - middle).flatten()
-        sums = torch.eye(states, dtype=root.dtype, device=root.device).repeat_interleave(width, 0)
-        parts = torch.split(rows - middle, max(1, CHUNK // self.means.numel()))
-        squares = [torch.addmm(centre, part, flat, beta=-1).square() @ sums for part in parts]
+        centre = torch.einsum("kij,kj->ki", whitening, self.means - middle).flatten()[:, None]
+        # (K D, part) at a time: states along the rows, where their sums run over whole vectors of observations
+        parts = torch.split(rows, max(1, CHUNK // self.means.numel()))
+        flat = whitening.flatten(0, 1)
+        squared = (
+            torch.addmm(centre, flat, (part - middle).mT, beta=-1).square().view(states, width, -1) for part in parts
+        )
+        if centre.requires_grad or rows.requires_grad:
+            squares = torch.cat([gap.sum(1) for gap in squared], 1)
+        else:  # the first touch of memory costs as much as the sums: each number gets its place at once
+            squares = rows.new_empty(states, len(rows))
+            for gap, place in zip(squared, torch.split(squares, len(parts[0]), 1), strict=True):
+                torch.sum(gap, 1, out=place)
         size = 2 * root.diagonal(dim1=1, dim2=2).log().sum(1) + rows.shape[1] * math.log(2 * math.pi)
-        found = torch.cat(squares).add_(size).mul_(-0.5)
-        return torch.where(missing.all(1)[:, None], 0.0, found) if bool(missing.any()) else found
+        found = squares.add_(size[:, None]).mul_(-0.5).mT
+        return torch.where(missing.all(1)[:, None], 0.0, found) if missing is not None else found
 
     def statistics(self, rows: Tensor, weights: Tensor) -> dict[str, Tensor]:
         seen = (~rows.isnan()).to(weights)
@@ -154,7 +163,7 @@ class GaussianEmissions(Emissions):
 def read_vectors(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows (N, D) of numbers or NaN."""
     rows = rows if rows.dim() == 2 else rows[:, None]
-    if bool(rows.isinf().any()):
+    if not bool(rows.detach().sum().isfinite()) and bool(rows.isinf().any()):  # the sum is one pass, and NaN is missing
         raise DataError(
             "An observation is infinite", expected="numbers, or NaN where missing", got="inf", do="check the data"
         )

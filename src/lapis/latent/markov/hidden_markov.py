@@ -45,7 +45,7 @@ class HiddenMarkov:
         restarts_: the last bound of every start. converged_.
 
     A sequence is an array (T,) or (T, D); several are a list of them, of any lengths. NaN is a missing observation.
-    Parameters that require gradients keep their graph in `log_likelihood`.
+    Parameters that require gradients keep their graph in `log_likelihood`, and in `posterior(..., graph=True)`.
 
     >>> model = HiddenMarkov(2).fit([[0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
     >>> states = model.viterbi([0, 0, 1, 1])
@@ -151,11 +151,22 @@ class HiddenMarkov:
         self.bounds_, self.restarts_, self.converged_ = found.bounds, found.restarts, found.converged
         return self
 
-    def posterior(self, sequence: Any, labels: Any = None) -> Any:
-        """p(z_t = k | y), (T, K); for a list of sequences a list of these."""
+    def posterior(self, sequence: Any, labels: Any = None, *, graph: bool = False) -> Any:
+        """p(z_t = k | y), (T, K); for a list of sequences a list of these.
+
+        Args:
+            sequence: one, or a list.
+            labels: states that are known, as in `fit`.
+            graph: keep the graph of parameters that require gradients; slower.
+        """
+        check_arguments(HiddenMarkov.posterior, locals(), apart=("sequence", "labels"))
         data, alone = self._seen(sequence, labels)
-        with torch.no_grad():
-            found = data.layout.split(self._model().paths(data, pairs=False).states)
+        if graph:
+            states = self._model().states(data)
+        else:
+            with torch.no_grad():
+                states = self._model().paths(data, pairs=False).states
+        found = data.layout.split(states)
         return found[0] if alone else found
 
     def viterbi(self, sequence: Any, labels: Any = None) -> Any:

@@ -12,6 +12,7 @@ from lapis.errors import DataError
 from lapis.latent.driver import Expected, LatentModel
 from lapis.latent.markov.chain import Paths, forward, log_likelihoods, most_probable, paths
 from lapis.latent.markov.emissions import Emissions, normalised
+from lapis.latent.markov.graph import differentiable_states
 from lapis.latent.sequences import Layout
 
 
@@ -52,42 +53,53 @@ class MarkovModel(LatentModel):
 
     def log_densities(self, data: Observed) -> Tensor:
         """log b, minus infinity for states other than a known one, (T, B, K)."""
-        logs = self.emissions.log_densities(data.rows).to(self.initial.dtype)
-        if data.states is not None:
-            states = data.states.to(logs.device)
+        layout, rows, states = data.layout, data.rows, data.states
+        if layout.equal:  # to transpose observations is less work than to transpose densities of all states
+            rows = layout.in_time(rows).flatten(0, 1)
+            states = None if states is None else layout.in_time(states).flatten()
+        logs = self.emissions.log_densities(rows).to(self.initial.dtype)
+        if states is not None:
+            states = states.to(logs.device)
             excluded = (states[:, None] >= 0) & (states[:, None] != torch.arange(logs.shape[1], device=logs.device))
             logs = logs.masked_fill(excluded, -torch.inf)
-        return data.layout.in_time(logs)
+        return logs.view(-1, len(data), logs.shape[1]) if layout.equal else layout.in_time(logs)
 
     def paths(self, data: Observed, *, pairs: bool = True) -> Paths:
         """Expectations under p(z | y); without `pairs` those of single states only."""
-        logs = self.log_densities(data)
-        found = paths(self.initial, self.transitions, logs, data.layout, pairs=pairs)
-        self._possible(found.log_likelihoods, logs, data)
+        found = paths(self.initial, self.transitions, lambda: self.log_densities(data), data.layout, pairs=pairs)
+        self._possible(found.log_likelihoods, data)
         return found
+
+    def states(self, data: Observed) -> Tensor:
+        """p(z_t = k | y) of each row, (N, K), with the graph of the parameters."""
+        logs = self.log_densities(data)
+        with torch.no_grad():
+            self._possible(log_likelihoods(self.initial, self.transitions, logs, data.layout), data)
+        return differentiable_states(self.initial, self.transitions, logs, data.layout).to(self.initial.dtype)
 
     def log_likelihoods(self, data: Observed) -> Tensor:
         """(B,), with the graph of the parameters."""
         logs = self.log_densities(data)
         found = log_likelihoods(self.initial, self.transitions, logs, data.layout)
-        self._possible(found, logs, data)
+        self._possible(found, data)
         return found
 
     def most_probable(self, data: Observed) -> tuple[Tensor, Tensor]:
         """States of rows (N,), and log p(y, z) of each sequence, (B,)."""
         logs = self.log_densities(data)
         states, joint = most_probable(self.initial, self.transitions, logs, data.layout)
-        self._possible(joint, logs, data)
+        self._possible(joint, data)
         return states, joint
 
-    def _possible(self, log_likelihood: Tensor, logs: Tensor, data: Observed) -> None:
+    def _possible(self, log_likelihood: Tensor, data: Observed) -> None:
         """Raise if a sequence has probability zero, and say where it first has."""
         bad = ~log_likelihood.detach().isfinite()
         if not bool(bad.any()):
             return
         number = int(bad.float().argmax())
         with torch.no_grad():
-            alphas = forward(self.initial, self.transitions, logs, data.layout)[0][:, int(data.layout.places[number])]
+            alphas, _ = forward(self.initial, self.transitions, self.log_densities(data), data.layout)
+            alphas = alphas[:, int(data.layout.places[number])]
         step = int((alphas.amax(-1) == -torch.inf).float().argmax())
         raise DataError(
             f"Sequence {number} has probability zero",

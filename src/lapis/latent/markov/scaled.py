@@ -9,8 +9,8 @@ posterior probability by less than tiny times max(w) / min(c). Sequences with ma
 eps / sqrt(tiny) are therefore told apart (`failed`): below it the change is less than eps^2, beyond it the sums belong
 in log space.
 
-Arrays are (T, K, B): operations along the short axis of states run over whole vectors of sequences. Two such arrays are
-all that is allocated.
+Arrays are (T, K, B): operations along the short axis of states run over whole vectors of sequences. One such array is
+all that is allocated, beside log densities that lie so, or as (K, T, B).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def scaled_paths(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """log p(y) (B,); p(z_t | y) (T, B, K), any values after the ends; expected steps from i to j (K, K); failed (B,).
 
-    `log_densities` is (T, B, K), in the order of the layout; so are log p(y) and `failed`. Where any sequence failed,
-    expected steps mean nothing.
+    `log_densities` is (T, B, K), in the order of the layout; so are log p(y) and `failed`. It is used up: the scan
+    works in its memory. Where any sequence failed, expected steps mean nothing.
     """
-    densities = log_densities.mT.clone(memory_format=torch.contiguous_format)
+    densities = log_densities.mT if log_densities.stride(1) == 1 else log_densities.mT.contiguous()
     tops = densities.amax(1).clamp_min_(torch.finfo(densities.dtype).min)
     densities.sub_(tops[:, None]).exp_()
     alphas, scales = _forward(initial, transitions, densities, layout)
@@ -47,12 +47,11 @@ def _forward(initial: Tensor, transitions: Tensor, densities: Tensor, layout: La
     scales = densities.new_ones(len(densities), densities.shape[2])
     into = transitions.mT.contiguous()
     before = initial[:, None]
-    for t, n in enumerate(layout.running):
-        alpha, scale = alphas[t, :, :n], scales[t, :n]
+    for t, (alpha, density, scale) in enumerate(_steps(layout, alphas, densities, scales)):
         if t == 0:
-            torch.mul(before, densities[0], out=alpha)
+            torch.mul(before, density, out=alpha)
         else:
-            torch.mm(into, before[:, :n], out=alpha).mul_(densities[t, :, :n])
+            torch.mm(into, before[:, : len(scale)], out=alpha).mul_(density)
         torch.sum(alpha, 0, out=scale)
         before = alpha.div_(scale)
     return alphas, scales
@@ -68,12 +67,21 @@ def _backward(
     densities.div_(scales[:, None])
     counts = torch.zeros_like(transitions)
     beta = torch.ones_like(densities[0])
-    for t in range(len(densities) - 1, -1, -1):
-        n = layout.running[t]
-        ahead, state, w = beta[:, :n], alphas[t, :, :n], densities[t, :, :n]
+    steps = _steps(layout, alphas, densities)
+    for t in range(len(steps) - 1, -1, -1):
+        state, w = steps[t]
+        ahead = beta[:, : w.shape[1]]
         w.mul_(ahead).div_(state.mul_(ahead).sum(0))
         if t > 0:
             torch.mm(transitions, w, out=ahead)
             if pairs:
-                counts.addmm_(alphas[t - 1, :, :n], w.mT)
+                counts.addmm_(steps[t - 1][0][:, : w.shape[1]], w.mT)
     return counts * transitions if pairs else None
+
+
+def _steps(layout: Layout, *arrays: Tensor) -> list[tuple[Tensor, ...]]:
+    """At each step the running sequences' part of every array (T, ..., B); views, made at once because each costs."""
+    steps = list(zip(*(array.unbind() for array in arrays), strict=True))
+    if layout.equal:
+        return steps
+    return [tuple(part[..., :n] for part in step) for n, step in zip(layout.running, steps, strict=True)]
