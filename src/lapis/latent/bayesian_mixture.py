@@ -17,15 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from lapis.errors import DataError, OptionError
 from lapis.latent.driver import Expected, Fit, LatentModel
-from lapis.latent.estimator import FLOOR, MixtureEstimator, shape_of
+from lapis.latent.estimator import FLOOR, Array, MixtureEstimator, shape_of
 from lapis.latent.floor import raised
 from lapis.latent.mixture_model import CHUNK, Covariance, Rows, gathered, scatter
-from lapis.options import check_arguments, check_positive
+from lapis.options import check_arguments, check_count, check_positive
 
 
 @dataclass(frozen=True)
@@ -307,6 +309,29 @@ class BayesianGaussianMixture(MixtureEstimator):
         self.evidence_ = fit.bounds[-1] + math.lgamma(self.n_components + 1)
         rows = (concentration - fit.model.prior_concentration).numpy()
         self.effective_components_ = int((rows > 0.5).sum())
+
+    def sample(self, n_samples: int = 1, random_state: int = 0) -> tuple[Array, Array]:
+        """Rows drawn from the distribution that `score_samples` is the density of, (n, D), and their components, (n,).
+
+        A component predicts a Student t: m_k + chi^-1/2 L z with L L^T = W_k^-1 (1 + beta_k) / beta_k.
+        """
+        check_is_fitted(self)
+        check_count("n_samples", n_samples)
+        check_count("random_state", random_state, least=0)
+        q: Wisharts = self.model_.components
+        source = np.random.default_rng(random_state)
+        place = source.choice(len(q.mean), size=n_samples, p=self.weights_)
+        shared = place if len(q.inverse) == len(q.mean) else np.zeros_like(place)  # the Wishart of each row
+        noise = source.standard_normal((n_samples, q.mean.shape[1]))
+        if q.single:
+            noise = noise * q.inverse.sqrt().numpy()[shared].repeat(q.copies, 1)
+            chi = source.chisquare(q.freedom.numpy()[shared, None], (n_samples, q.inverse.shape[1]))
+            chi = chi.repeat(q.copies, 1)
+        else:
+            noise = np.einsum("nde,ne->nd", torch.linalg.cholesky(q.inverse).numpy()[shared], noise)
+            chi = source.chisquare(q.freedom.numpy()[shared, None] + 1 - noise.shape[1])
+        strength = q.strength.numpy()[place, None]
+        return self.means_[place] + noise * np.sqrt((1 + strength) / (strength * chi)), place
 
     def _joints(self, x: Tensor) -> Tensor:
         joints: Tensor = self.model_.log_predictive(x - self._centre)
