@@ -13,7 +13,7 @@ import lapis
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[^)\s]*)?\)")
+LINK = re.compile(r"(?:\]\(|src=\")(?!https?:|mailto:|#)([^)#\s\"]+)(?:#[^)\s]*)?[)\"]")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 ROOMS = (
     *("metrics", "optim", "decisions", "decisions.active", "lifelong", "latent", "learning_rule", "solvers"),
