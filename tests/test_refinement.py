@@ -245,6 +245,11 @@ def test_implicit_refinement_is_the_dense_one(kind: str, tune: bool) -> None:
     assert view is not None
     assert (view.kernel is None) == (kind == "few weights")
     one, other = (posterior.refine(parts, tune=tune, max_rounds=60) for posterior in (dense, implicit))
+    for refined in (one, other):
+        assert torch.equal(refined.log_evidence(), refined.elbo())
+        assert f"{float(refined.elbo()):.4f}" in refined.summary()
+        with pytest.raises(lapis.LapisError, match="refined posterior cannot take its evidence elsewhere"):
+            refined.at_tangent_mode(parts)
     close = {"rtol": 1e-7, "atol": 1e-8}
     torch.testing.assert_close(other.mean, one.mean, **close)
     torch.testing.assert_close(other.weight_prior.precision, one.weight_prior.precision, **close)

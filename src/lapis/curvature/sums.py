@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -79,6 +79,26 @@ class Curvature:
     @property
     def _layer_blocks(self) -> list[Block]:
         return [block for block in self.blocks if block.sites[0].kind != "rows"]
+
+    def to_flat(self, parts: Sequence[Tensor]) -> Tensor:
+        """A flat vector (..., P) of the weights from one vector (..., size) for each block."""
+        return self.fill(parts[0].new_empty(*parts[0].shape[:-1], self.tape.network.size), parts)
+
+    def fill(self, flat: Tensor, parts: Iterable[Tensor]) -> Tensor:
+        """Write the blocks' vectors (..., size) to their places in a flat vector (..., P)."""
+        for block, part in zip(self.blocks, parts, strict=True):
+            pieces = torch.split(part, [site.size for site in block.sites], -1)
+            for site, piece in zip(block.sites, pieces, strict=True):
+                site.scatter(piece.reshape(*piece.shape[:-1], *site.shape), flat, self.tape.network)
+        return flat
+
+    def to_blocks(self, vectors: Tensor) -> list[Tensor]:
+        """The inverse of `to_flat`: one vector (..., size) for each block from a flat vector (..., P)."""
+        network, axis = self.tape.network, vectors.dim() - 1
+        return [
+            torch.cat([site.gather(vectors, network).flatten(axis) for site in block.sites], -1)
+            for block in self.blocks
+        ]
 
     def preliminary(self) -> Curvature | None:
         """Empty sums that some blocks need before they can begin, in a pass of its own; None where none does."""

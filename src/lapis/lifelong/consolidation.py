@@ -75,10 +75,10 @@ def curvature_product(posterior: LaplacePosterior) -> Callable[[Tensor], Tensor]
     Kronecker factors multiply in the network's dtype, G V A: one product for each factor, where the eigenbasis of the
     posterior takes two in float64. Other structures multiply in float64.
     """
-    dtype, scale = posterior.network.dtype, posterior.scale.detach()
-    shifts = posterior._to_blocks(posterior.weight_prior.vector().detach().double()[None])
+    dtype, scale, sums = posterior.network.dtype, posterior.scale.detach(), posterior.curvature
+    shifts = sums.to_blocks(posterior.weight_prior.vector().detach().double()[None])
     products: list[Callable[[Tensor], Tensor]] = []
-    for number, (block, shift) in enumerate(zip(posterior.curvature.blocks, shifts, strict=True)):
+    for number, (block, shift) in enumerate(zip(sums.blocks, shifts, strict=True)):
         if isinstance(block, KroneckerBlock) and not block.separate_bias and block.site.kind != "lookup":
             left = (scale * symmetric(block.gradients)).to(dtype)
             products.append(partial(_by_factors, left, symmetric(block.mean_inputs()).to(dtype)))
@@ -86,8 +86,8 @@ def curvature_product(posterior: LaplacePosterior) -> Callable[[Tensor], Tensor]
             products.append(partial(_by_gaussian, posterior.gaussians[number], shift))
 
     def product(vector: Tensor) -> Tensor:
-        parts = [times(part) for times, part in zip(products, posterior._to_blocks(vector[None]), strict=True)]
-        return posterior._to_flat([part.to(vector.dtype) for part in parts])[0]
+        parts = [times(part) for times, part in zip(products, sums.to_blocks(vector[None]), strict=True)]
+        return sums.to_flat([part.to(vector.dtype) for part in parts])[0]
 
     return product
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from lapis.curvature.blocks.partition import NAMES
+from lapis.batches import Batch, batches
 from lapis.evidence import TangentMode, Tuning
 from lapis.function_space import GaussianProcess
-from lapis.likelihoods import Gaussian, Likelihood, from_config
-from lapis.network import Network, differentiating
+from lapis.likelihoods import Likelihood
+from lapis.network import differentiating
 from lapis.options import check_arguments
 from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.report import Notes
@@ -24,15 +24,13 @@ from lapis.posteriors.evidences import Evidence
 from lapis.posteriors.laplace.arguments import TOLERATED_LOSS, TuneOptions
 from lapis.posteriors.laplace.calibration.search import Calibration, calibrate
 from lapis.posteriors.laplace.checks import examine
+from lapis.posteriors.laplace.family_state import family_state
 from lapis.posteriors.laplace.refinement.refinable import Refinable
 from lapis.posteriors.laplace.refinement.rounds import Refinement
-from lapis.posteriors.posterior import Facts, State
+from lapis.posteriors.laplace.tuning.by_evidence import checked
+from lapis.posteriors.posterior import State
 from lapis.priors import Groups, Prior, WeightPrior, as_prior
-from lapis.schema import optional, record, wrong
 from lapis.shards import Distributed
-
-TANGENT = ("converged", "remaining", "iterations", "products", "reason")
-"""Fields of `TangentMode` that a file holds besides its tensors."""
 
 Self = TypeVar("Self", bound="LaplaceFamily")
 
@@ -173,7 +171,6 @@ class LaplaceFamily(Refinable):
     def _tune(self: Self, asked: TuneOptions) -> Self:
         """As `tune`, with the structure's own defaults; options without a meaning for it are refused."""
 
-    @abstractmethod
     def at_tangent_mode(
         self: Self,
         data: Any = None,
@@ -198,6 +195,22 @@ class LaplaceFamily(Refinable):
             max_products: maximal number of passes over the data for each theta*.
             start: weights (P,) to start from; by default t, or the prior's mean if solved in the outputs' space.
         """
+        check_arguments(LaplaceFamily.at_tangent_mode, locals())
+        self._refuse_if_refined("take its evidence elsewhere: that is its ELBO", "ask before refining")
+        with self.network.held():
+            self.check_network()
+            return checked(self._at_tangent_mode(data, batch_size, tolerance, max_products, start))
+
+    @abstractmethod
+    def _at_tangent_mode(
+        self: Self,
+        data: Any,
+        batch_size: int | None,
+        tolerance: float | None,
+        max_products: int,
+        start: Tensor | None,
+    ) -> Self:
+        """As `at_tangent_mode`, of a posterior that is not refined."""
 
     def calibrate(
         self: Self,
@@ -235,7 +248,6 @@ class LaplaceFamily(Refinable):
 
     # changes ---------------------------------------------------------------------------------------
 
-    @abstractmethod
     def update(
         self: Self,
         data: Any,
@@ -248,8 +260,26 @@ class LaplaceFamily(Refinable):
 
         EKFAC adds exact second moments along the eigenvectors of its fit: not quite those that all data would have.
 
-        `generator` is for targets drawn for the sampled Fisher information.
+        Implicit posteriors keep the new data.
+
+        Args:
+            data: in any form that `lapis.laplace` takes.
+            batch_size: for data that are not batched yet.
+            generator: for targets drawn for the sampled Fisher information.
+            progress: show a bar; by default on a terminal only.
         """
+        check_arguments(LaplaceFamily.update, locals())
+        self._refuse_if_refined("take more data: its curvature is no longer a sum", "update first, then refine")
+        with self.network.held():
+            self.check_network()
+            stream, total = batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=batch_size)
+            return self._with_sums(self._sums_with(stream, total, generator, progress))
+
+    @abstractmethod
+    def _sums_with(
+        self, stream: Iterable[Batch], total: int | None, generator: torch.Generator | None, progress: bool | None
+    ) -> Any:
+        """The curvature of the data of the fit and of `total` further batches."""
 
     def _check_prior(self, prior: WeightPrior) -> None:
         """Raise PriorError for a prior that the structure does not support; most support any."""
@@ -336,64 +366,4 @@ class LaplaceFamily(Refinable):
 
     def state(self) -> State:
         """Mean, prior, tuning and tangent mode; structures add their curvature."""
-        prior, tangent = self.weight_prior, self.tangent
-        tensors = {"mean": self.mean, **prior.tensors()}
-        if self.point is not self.mean:
-            tensors["point"] = self.point
-        if tangent is not None:
-            tensors |= {"tangent.weights": tangent.weights, "tangent.statistics": tangent.statistics}
-        config = {
-            "structure": self.structure,
-            "fitted_likelihood": self.fitted_likelihood.to_config(),
-            **prior.config(),
-            "temperature": self.temperature,
-            "digest": self.curvature.digest,
-            "tuning": self.tuning and asdict(self.tuning),
-            "tangent": tangent and {name: getattr(tangent, name) for name in TANGENT},
-            "calibration": self.calibration and asdict(self.calibration),
-            "refinement": self.refinement and asdict(self.refinement),
-            "width": self.width,
-            "sharpness": self.sharpness,
-        }
-        return State(config, tensors)
-
-    @staticmethod
-    def _statistics(state: State, name: str, likelihood: Likelihood, facts: Facts) -> Tensor:
-        if isinstance(likelihood, Gaussian):
-            return state.tensor(name, (2 * facts.n_outputs,), least=0)
-        return state.tensor(name, (1,))
-
-    @staticmethod
-    def _fields(state: State, network: Network, likelihood: Likelihood, facts: Facts) -> dict[str, Any]:
-        """The fields shared by all structures, from a state; FileError for entries that make no sense."""
-        fitted = likelihood if likelihood.name == "custom" else from_config(state.entry("fitted_likelihood", dict))
-        if fitted.name != likelihood.name:
-            raise wrong("fitted likelihood", repr(likelihood.name), repr(fitted.name))
-        likelihood.curvature_scale(fitted)  # an error if their noises have other proportions
-        prior = WeightPrior.from_file(state.config, state.tensors, network)
-        mean, point = LaplaceFamily.mean_and_point(state, network)
-        tangent = state.entry("tangent", dict | None)
-        return {
-            "network": network,
-            "likelihood": likelihood,
-            "facts": facts,
-            "mean": mean,
-            "point": point,
-            "fitted_likelihood": fitted,
-            "prior": prior.to_prior(),
-            "weight_prior": prior,
-            "structure": state.word("structure", tuple(NAMES.values())),
-            "temperature": state.number("temperature"),
-            "tuning": optional(Tuning, state.entry("tuning", dict | None)),
-            "tangent": tangent
-            and record(
-                TangentMode,
-                tangent
-                | {"weights": state.tensor("tangent.weights", (network.size,))}
-                | {"statistics": LaplaceFamily._statistics(state, "tangent.statistics", likelihood, facts)},
-            ),
-            "calibration": optional(Calibration, state.entry("calibration", dict | None)),
-            "refinement": optional(Refinement, state.entry("refinement", dict | None)),
-            "width": state.number("width"),
-            "sharpness": state.number("sharpness"),
-        }
+        return family_state(self)

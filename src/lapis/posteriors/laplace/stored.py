@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch, Inputs, batches
+from lapis.batches import Batch, Inputs
 from lapis.curvature.accumulate import accumulate, accumulate_factors
 from lapis.curvature.blocks.block import BlockGaussian
 from lapis.curvature.blocks.lowrank import RANK_FRACTION, load_leading
@@ -31,6 +31,7 @@ from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.arithmetic import removal
 from lapis.posteriors.laplace.curvature_state import curvature_from_state, curvature_state
 from lapis.posteriors.laplace.family import LaplaceFamily
+from lapis.posteriors.laplace.family_state import family_fields, statistics_from
 from lapis.posteriors.laplace.tuning import by_evidence as tuning
 from lapis.posteriors.laplace.tuning.foretelling import warn_of_doubt
 from lapis.posteriors.laplace.tuning.leave_one_out import chosen_width
@@ -107,26 +108,6 @@ class LaplacePosterior(LaplaceFamily):
 
     # over weights ----------------------------------------------------------------------------------
 
-    def _to_flat(self, parts: list[Tensor]) -> Tensor:
-        """A flat vector (..., P) from one vector (..., size) per block."""
-        return self._fill(parts[0].new_empty(*parts[0].shape[:-1], self.n_weights), parts)
-
-    def _fill(self, flat: Tensor, parts: Iterable[Tensor]) -> Tensor:
-        """Write the blocks' vectors (..., size) to their places in a flat vector (..., P)."""
-        for block, part in zip(self.curvature.blocks, parts, strict=True):
-            for site, piece in zip(
-                block.sites, torch.split(part, [site.size for site in block.sites], -1), strict=True
-            ):
-                site.scatter(piece.reshape(*piece.shape[:-1], *site.shape), flat, self.network)
-        return flat
-
-    def _to_blocks(self, vectors: Tensor) -> list[Tensor]:
-        """The inverse of `_to_flat`: one vector (..., size) per block from a flat vector (..., P)."""
-        return [
-            torch.cat([site.gather(vectors, self.network).flatten(vectors.dim() - 1) for site in block.sites], -1)
-            for block in self.curvature.blocks
-        ]
-
     def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
         """Draws of the weights, (samples, P); `lapis.unflatten` turns them into parameter dictionaries.
 
@@ -144,17 +125,17 @@ class LaplacePosterior(LaplaceFamily):
                 row.copy_(white_noise(self.network, source))
             parts = torch.split(noise[: len(some)], sizes, -1)
             with full_precision(self.network.device):
-                self._fill(some, (g.color(part) for g, part in zip(self._trusted, parts, strict=True)))
+                self.curvature.fill(some, (g.color(part) for g, part in zip(self._trusted, parts, strict=True)))
             some.add_(self.mean)
         return draws
 
     def _squared_distance(self, deviations: Tensor) -> Tensor:
-        pairs = zip(self.gaussians, self._to_blocks(deviations), strict=True)
+        pairs = zip(self.gaussians, self.curvature.to_blocks(deviations), strict=True)
         return torch.stack([(gaussian.multiply(part) * part).sum(-1) for gaussian, part in pairs]).sum(0)
 
     def marginal_variance(self) -> Tensor:
         """Variance of each weight, (P,)."""
-        return self._to_flat([gaussian.variance() for gaussian in self._trusted]).to(self.mean.dtype)
+        return self.curvature.to_flat([gaussian.variance() for gaussian in self._trusted]).to(self.mean.dtype)
 
     def precision(self) -> Tensor:
         """The whole precision matrix (P, P), float64: for checking, on small networks."""
@@ -167,7 +148,7 @@ class LaplacePosterior(LaplaceFamily):
                 do="use marginal_variance(), sample() or log_prob()",
             )
         matrix = self.mean.new_zeros(self.n_weights, self.n_weights, dtype=torch.float64)
-        indices = self._to_blocks(torch.arange(self.n_weights, device=self.network.device))
+        indices = self.curvature.to_blocks(torch.arange(self.n_weights, device=self.network.device))
         for gaussian, index in zip(self.widened, indices, strict=True):
             matrix[index[:, None], index] = gaussian.matrix()
         return matrix
@@ -186,7 +167,7 @@ class LaplacePosterior(LaplaceFamily):
         """gamma = tr(A^-1 (A - Lambda)): the number of weights determined by the data, in total or per prior group."""
         check_arguments(LaplacePosterior.effective_parameters, locals())
         prior = self.weight_prior
-        determined = 1 - prior.vector() * self._to_flat([gaussian.variance() for gaussian in self.gaussians])
+        determined = 1 - prior.vector() * self.curvature.to_flat([gaussian.variance() for gaussian in self.gaussians])
         if not per_group:
             return determined.sum()
         return torch.zeros_like(prior.precision).index_add(0, prior.group_index(), determined)
@@ -209,28 +190,22 @@ class LaplacePosterior(LaplaceFamily):
         warn_of_doubt(found, found.sample_of_data(), lambda batch: found.predict(batch.inputs), stacklevel=4)
         return found
 
-    def at_tangent_mode(
+    def _at_tangent_mode(
         self,
-        data: Any = None,
-        *,
-        batch_size: int | None = None,
-        tolerance: float | None = None,
-        max_products: int = 2000,
-        start: Tensor | None = None,
+        data: Any,
+        batch_size: int | None,
+        tolerance: float | None,
+        max_products: int,
+        start: Tensor | None,
     ) -> LaplacePosterior:
-        """See `LaplaceFamily.at_tangent_mode`."""
-        check_arguments(LaplacePosterior.at_tangent_mode, locals())
-        self._refuse_if_refined("take its evidence elsewhere: that is its ELBO", "ask before refining")
-        with self.network.held():
-            self.check_network()
-            problem = tuning.tangent_problem(self, data, batch_size, tolerance, max_products)
-            return tuning.checked(tuning.at_mode(self, problem, problem.begin(start), anywhere=True))
+        problem = tuning.tangent_problem(self, data, batch_size, tolerance, max_products)
+        return tuning.at_mode(self, problem, problem.begin(start), anywhere=True)
 
     def solve(self, vectors: Tensor) -> Tensor:
         """Covariance times weight vectors (P,) or (k, P), float64."""
-        parts = self._to_blocks(self.vectors(vectors).double())
-        solved = self._to_flat([gaussian.solve(part) for gaussian, part in zip(self.widened, parts, strict=True)])
-        return solved.reshape(vectors.shape)
+        parts = self.curvature.to_blocks(self.vectors(vectors).double())
+        solved = [gaussian.solve(part) for gaussian, part in zip(self.widened, parts, strict=True)]
+        return self.curvature.to_flat(solved).reshape(vectors.shape)
 
     # changes ---------------------------------------------------------------------------------------
 
@@ -255,32 +230,21 @@ class LaplacePosterior(LaplaceFamily):
         for block in self.curvature.blocks:
             block.check(prior)
 
-    def update(
-        self,
-        data: Any,
-        *,
-        batch_size: int | None = None,
-        generator: torch.Generator | None = None,
-        progress: bool | None = None,
-    ) -> LaplacePosterior:
-        """See `LaplaceFamily.update`."""
-        check_arguments(LaplacePosterior.update, locals())
-        self._refuse_if_refined("take more data: its curvature is no longer a sum", "update first, then refine")
-        with self.network.held():
-            self.check_network()
-            sums = self.curvature.clone()
-            stream, total = batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=batch_size)
-            accumulate(
-                sums,
-                self.network,
-                self.fitted_likelihood,
-                stream,
-                total=total,
-                generator=generator or torch.Generator(self.network.device).manual_seed(self.n_data),
-                memory_budget=self.facts.memory_budget,
-                progress=progress,
-            )
-        return self._with_sums(sums)
+    def _sums_with(
+        self, stream: Iterable[Batch], total: int | None, generator: torch.Generator | None, progress: bool | None
+    ) -> Curvature:
+        sums = self.curvature.clone()
+        accumulate(
+            sums,
+            self.network,
+            self.fitted_likelihood,
+            stream,
+            total=total,
+            generator=generator or torch.Generator(self.network.device).manual_seed(self.n_data),
+            memory_budget=self.facts.memory_budget,
+            progress=progress,
+        )
+        return sums
 
     def without(self, data: Any, *, batch_size: int | None = None, progress: bool | None = None) -> LaplacePosterior:
         """The posterior after its data without these: their curvature is subtracted, the mean moved by a Newton step.
@@ -326,14 +290,6 @@ class LaplacePosterior(LaplaceFamily):
     @property
     def is_exact(self) -> bool:
         return self.structure == "dense" and self.curvature.kind == "ggn"
-
-    def outputs_of_data(self, held: Sequence[Batch]) -> Callable[[int], LatentGaussian]:
-        def outputs(number: int) -> LatentGaussian:
-            latent = self.latent(held[number].inputs, "full", None, None)
-            assert isinstance(latent, LatentGaussian)
-            return latent
-
-        return outputs
 
     def recurved(
         self, held: Sequence[Batch], factors: Sequence[Tensor], progress: bool | None, ranks: Ranks | None
@@ -389,8 +345,8 @@ class LaplacePosterior(LaplaceFamily):
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> LaplacePosterior:
         """The posterior with the stored sums."""
-        fields = cls._fields(state, network, likelihood, facts)
-        statistics = cls._statistics(state, "statistics", likelihood, facts)
+        fields = family_fields(state, network, likelihood, facts)
+        statistics = statistics_from(state, "statistics", likelihood, facts)
         return cls(
             curvature=curvature_from_state(state, network, likelihood, facts, statistics),
             choices=tuple(state.entry("choices", tuple[str, ...])),

@@ -72,8 +72,8 @@ def merge(posteriors: Sequence[Posterior]) -> LaplacePosterior:
 
 def _times(fit: LaplacePosterior, vector: Tensor) -> Tensor:
     """(C_k + Lambda) v, (P,)."""
-    parts = zip(fit.gaussians, fit._to_blocks(vector[None]), strict=True)
-    return fit._to_flat([gaussian.multiply(part) for gaussian, part in parts])[0]
+    parts = zip(fit.gaussians, fit.curvature.to_blocks(vector[None]), strict=True)
+    return fit.curvature.to_flat([gaussian.multiply(part) for gaussian, part in parts])[0]
 
 
 def _solved(fits: Sequence[LaplacePosterior], merged: LaplacePosterior, pull: Tensor) -> Tensor:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lapis.batches import Batch, Inputs, batches
+from lapis.batches import Batch, Inputs
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.errors import OptionError
 from lapis.function_space.kernels import SolvedKernel
@@ -21,13 +21,14 @@ from lapis.network import Network
 from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.arithmetic import removal
+from lapis.posteriors.laplace.family_state import family_fields
 from lapis.posteriors.laplace.matrix_free import drawing
 from lapis.posteriors.laplace.matrix_free.drawn import DrawnPosterior
 from lapis.posteriors.laplace.matrix_free.solved import SolvedPosterior
 from lapis.posteriors.laplace.matrix_free.solver import Solver
+from lapis.posteriors.laplace.refinement.refinable import full_outputs
 from lapis.posteriors.laplace.tuning import by_draws
-from lapis.posteriors.laplace.tuning.by_evidence import checked, regrouped
-from lapis.posteriors.over_weights import LinearisedPosterior
+from lapis.posteriors.laplace.tuning.by_evidence import regrouped
 from lapis.posteriors.posterior import Facts, LatentKind, State
 from lapis.posteriors.predicting.linearised import by_solves
 from lapis.posteriors.same_data import same_batches
@@ -37,11 +38,7 @@ from lapis.progress import track
 from lapis.ranks import Ranks
 from lapis.schema import record
 from lapis.shards import Shard
-from lapis.solvers import (
-    Estimate,
-    QuadratureEstimate,
-    SpectralQuadrature,
-)
+from lapis.solvers import Estimate, QuadratureEstimate, SpectralQuadrature
 
 MOST_SOLVES, REFINING_DRAWS = 2048, 64
 """A refinement solves for the covariance of each of up to so many outputs; beyond, it takes it from so many draws."""
@@ -147,8 +144,11 @@ class ImplicitPosterior(SolvedPosterior):
         return self.weight_prior.logdet().detach() + self._spectrum.trace(torch.log).value
 
     def log_evidence(self) -> Tensor:
-        """The value of `log_evidence_estimate()`, 0-d float64; an estimate, and not differentiable."""
-        return self.log_evidence_estimate().value
+        """The value of `log_evidence_estimate()`, 0-d float64; an estimate, and not differentiable.
+
+        Of a refined posterior it is the ELBO.
+        """
+        return self.log_evidence_estimate().value if self.refinement is None else self.elbo()
 
     def log_evidence_estimate(
         self,
@@ -163,6 +163,7 @@ class ImplicitPosterior(SolvedPosterior):
         probes x steps products over the data; the error falls with the square root of `probes`, the bias with `steps`.
         """
         check_arguments(ImplicitPosterior.log_evidence_estimate, locals())
+        self._refuse_if_refined("have its evidence estimated: that is its ELBO", "ask for elbo()")
         found = self._quadrature(probes, steps, generator, progress).trace(torch.log)
         value = self._evidence(self.weight_prior.logdet() + found.value).detach()
         return replace(found, value=value, standard_error=0.5 * found.standard_error, truncation=0.5 * found.truncation)
@@ -188,9 +189,14 @@ class ImplicitPosterior(SolvedPosterior):
 
     def summary(self) -> str:
         """A few lines: size, prior, evidence and effective parameters with their standard errors."""
-        evidence, gamma = self.log_evidence_estimate(), self.effective_parameters_estimate()
+        if self.refinement is None:
+            estimate = self.log_evidence_estimate()
+            evidence = f"{float(estimate.value):.4f} +- {float(estimate.standard_error):.2g}"
+        else:
+            evidence = f"{float(self.elbo()):.4f}"
+        gamma = self.effective_parameters_estimate()
         return self._summary(
-            f"{float(evidence.value):.4f} +- {float(evidence.standard_error):.2g}",
+            evidence,
             f"{float(gamma.value):.2f} +- {float(gamma.standard_error):.2g}",
             [f"exact GGN by products, solved in the space of {self.space}"],
         )
@@ -216,29 +222,19 @@ class ImplicitPosterior(SolvedPosterior):
             progress=asked.progress,
         )
 
-    def at_tangent_mode(
+    def _at_tangent_mode(
         self,
-        data: Any = None,
-        *,
-        batch_size: int | None = None,
-        tolerance: float | None = None,
-        max_products: int = 2000,
-        start: Tensor | None = None,
+        data: Any,
+        batch_size: int | None,
+        tolerance: float | None,
+        max_products: int,
+        start: Tensor | None,
     ) -> ImplicitPosterior:
-        """See `LaplaceFamily.at_tangent_mode`; `data` may be left out, and are otherwise checked against those held.
-
-        Each step of Newton's method is solved with the prior as preconditioner.
-        """
-        check_arguments(ImplicitPosterior.at_tangent_mode, locals())
+        """Each step of Newton's method is solved with the prior as preconditioner."""
         self._refuse_if_divided("be taken to the tangent mode", "fit in one process, or with a stored structure")
-        self.check_network()
-        if data is None:
-            refuse_options("The data are in their batches already", batch_size=batch_size)
-        else:
-            same_batches(data, self.network, self.curvature.digest, self.n_data, batch_size)
+        self._check_held(data, batch_size)
         problem = by_draws.tangent_problem(self, tolerance, max_products)
-        mode = by_draws.tangent_mode(self, problem, problem.begin(start))
-        return checked(replace(self, tangent=mode))
+        return replace(self, tangent=by_draws.tangent_mode(self, problem, problem.begin(start)))
 
     def g_prior(self, g: float = 1.0, *, samples: int = 64, generator: torch.Generator | None = None) -> Prior:
         """A prior with precision g diag(GGN) / N: a weight's precision is proportional to its effect on the outputs.
@@ -249,28 +245,18 @@ class ImplicitPosterior(SolvedPosterior):
         check_arguments(ImplicitPosterior.g_prior, locals())
         return by_draws.g_prior(self, g, samples, self.source(samples, generator))
 
-    def update(
-        self,
-        data: Any,
-        *,
-        batch_size: int | None = None,
-        generator: torch.Generator | None = None,
-        progress: bool | None = None,
-    ) -> ImplicitPosterior:
-        """See `LaplaceFamily.update`; the new data are kept too. The GGN is exact: no `generator` is needed."""
-        check_arguments(ImplicitPosterior.update, locals())
-        self._refuse_if_refined("take more data: its curvature is no longer a sum", "update first, then refine")
+    def _sums_with(
+        self, stream: Iterable[Batch], total: int | None, generator: torch.Generator | None, progress: bool | None
+    ) -> ImplicitCurvature:
+        """The new data are kept too."""
         self._refuse_if_divided("take more data", "fit to all data")
-        self.check_network()
         refuse_options("The implicit structure draws no targets", generator=generator)
-        stream, total = batches(data, dtype=self.network.dtype, device=self.network.device, batch_size=batch_size)
         fresh = track(stream, "outputs of the new data", total, progress)
         held = [replace(batch, index=i) for i, batch in enumerate([*self.curvature.batches, *fresh])]
         facts = self.facts
-        sums = ImplicitCurvature(
+        return ImplicitCurvature(
             self.network, self.fitted_likelihood, held, facts.signature, facts.memory_budget, self.solver.mode
         )
-        return self._with_sums(sums)
 
     def without(self, data: Any, *, batch_size: int | None = None) -> ImplicitPosterior:
         """See `LaplacePosterior.without`; all data are held, so that others than these are refused."""
@@ -297,11 +283,15 @@ class ImplicitPosterior(SolvedPosterior):
     def _data(self, data: Any, batch_size: int | None, shared: Shard | None) -> Sequence[Batch]:
         if shared is not None:
             refuse_options("An implicit posterior is refined in one process", distributed=True)
+        self._check_held(data, batch_size)
+        return self.curvature.batches
+
+    def _check_held(self, data: Any, batch_size: int | None) -> None:
+        """Raise DataError unless `data`, if any are passed again, are those held."""
         if data is None:
             refuse_options("The data are in their batches already", batch_size=batch_size)
         else:
             same_batches(data, self.network, self.curvature.digest, self.n_data, batch_size)
-        return self.curvature.batches
 
     @property
     def is_exact(self) -> bool:
@@ -317,25 +307,17 @@ class ImplicitPosterior(SolvedPosterior):
             return lambda number: LatentGaussian(
                 means[number], spreads[number].diagonal(dim1=-2, dim2=-1), spreads[number]
             )
-        source: LinearisedPosterior = self
         if self.curvature.n_outputs > MOST_SOLVES:
-            source = self.draw(REFINING_DRAWS, progress=False)
-
-        def outputs(number: int) -> LatentGaussian:
-            latent = source.latent(held[number].inputs, "full", None, None)
-            assert isinstance(latent, LatentGaussian)
-            return latent
-
-        return outputs
+            return partial(full_outputs, self.draw(REFINING_DRAWS, progress=False), held)
+        return super().outputs_of_data(held)
 
     def recurved(
         self, held: Sequence[Batch], factors: Sequence[Tensor], progress: bool | None, ranks: Ranks | None
     ) -> ImplicitPosterior:
-        """See `LaplaceFamily.recurved`."""
         return replace(self, curvature=self.curvature.with_factors(factors))
 
     def gamma_of_groups(self) -> Tensor:
-        """See `LaplaceFamily.gamma_of_groups`; known for one group only."""
+        """Known for one group only."""
         if len(self.weight_prior.precision) > 1:
             raise OptionError(
                 "An implicit posterior is refined with one prior precision tuned, or none",
@@ -376,7 +358,7 @@ class ImplicitPosterior(SolvedPosterior):
     @classmethod
     def from_state(cls, state: State, network: Network, likelihood: Likelihood, facts: Facts) -> ImplicitPosterior:
         """The posterior with `state.data`; DataError unless their fingerprint is that of the data of the fit."""
-        fields = cls._fields(state, network, likelihood, facts)
+        fields = family_fields(state, network, likelihood, facts)
         solver = record(Solver, state.entry("solver", dict))
         state.word("structure", ("implicit",))
         held = same_batches(state.data, network, state.count("digest", least=0), facts.n_data, None)

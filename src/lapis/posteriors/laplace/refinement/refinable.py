@@ -6,6 +6,7 @@ import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -16,7 +17,7 @@ from lapis.errors import OptionError
 from lapis.options import check_arguments
 from lapis.posteriors.laplace.arguments import refuse_options
 from lapis.posteriors.laplace.refinement.rounds import Refinement, refine
-from lapis.posteriors.over_weights import GaussianPosterior
+from lapis.posteriors.over_weights import GaussianPosterior, LinearisedPosterior
 from lapis.predictions import LatentGaussian
 from lapis.priors import WeightPrior
 from lapis.ranks import Ranks
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from lapis.posteriors.laplace.family import LaplaceFamily
 
 Self = TypeVar("Self", bound="Refinable")
+
+
+def full_outputs(posterior: LinearisedPosterior, held: Sequence[Batch], number: int) -> LatentGaussian:
+    """The outputs of one of the batches under a posterior, with full covariances."""
+    latent = posterior.latent(held[number].inputs, "full", None, None)
+    assert isinstance(latent, LatentGaussian)
+    return latent
 
 
 class Refinable(GaussianPosterior):
@@ -143,9 +151,9 @@ class Refinable(GaussianPosterior):
         """With what many solves under different priors and curvature share, if there is such a thing, or without it."""
         return self
 
-    @abstractmethod
     def outputs_of_data(self, held: Sequence[Batch]) -> Callable[[int], LatentGaussian]:
         """The outputs' distribution, with full covariances, of each batch by its number."""
+        return partial(full_outputs, self, held)
 
     @abstractmethod
     def recurved(
