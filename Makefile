@@ -99,7 +99,7 @@ demo: $(READY)
 
 docs: $(DOCS_READY)
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
-	@echo "open site/index.html (search works where the site is served: $(PYTHON) -m http.server -d site)"
+	@echo "open site/index.html"
 
 # The pins of torch, and of what its versions pin in turn, are left out; so is the test that compares with the pins.
 test-torch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
@@ -20,9 +19,3 @@ def _mathml(found: re.Match[str]) -> str:
 def on_page_content(text: str, **_: Any) -> str:
     """Called by MkDocs with the HTML of a page's Markdown."""
     return FORMULA.sub(_mathml, text)
-
-
-def on_post_build(config: Any, **_: Any) -> None:
-    """Called by MkDocs when the site is written: its index as a script, which pages opened as files can load."""
-    index = Path(config["site_dir"]) / "search" / "search_index.json"
-    index.with_suffix(".js").write_text(f"var __index = {index.read_text(encoding='utf-8')}", encoding="utf-8")
