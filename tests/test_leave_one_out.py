@@ -134,3 +134,40 @@ def test_large_classifiers_get_their_last_layer_and_regressions_all_weights() ->
     assert lapis.laplace(model, (x, y), "classification", structure="kronecker").n_weights > 3000
     assert lapis.laplace(model, (x, y), "classification", weights="all").n_weights > 3000
     assert lapis.laplace(model, (x, torch.randn(30, 3)), "regression").n_weights > 3000
+
+
+@pytest.mark.parametrize("examples", [120, 24], ids=["few weights", "few outputs"])
+def test_matrix_free_posteriors_get_the_width_of_dense_ones(examples: int) -> None:
+    """99 weights; 360 or 72 outputs of the data, all of which are in the sample."""
+    model, data = blobs(0.0, examples)
+    dense = lapis.laplace(model, data, "classification", structure="dense")
+    implicit = lapis.laplace(model, [data], "classification", structure="implicit")
+    tuned = implicit.tune()
+    same = dense.with_prior(tuned.prior)
+    expected = chosen_width(same, same.sample_of_data(), 0.004)
+    assert expected < 0.9
+    assert tuned.width == pytest.approx(expected, rel=1e-9)
+    assert tuned.tune().width == pytest.approx(tuned.tune(tolerated_loss=0.004).width)
+    torch.testing.assert_close(
+        tuned.predict(data[0][:5]).probs, replace(same, width=expected).predict(data[0][:5]).probs
+    )
+    refined, wanted = (p.refine(data, tolerated_loss=0.02, tune=False) for p in (implicit, dense))
+    assert refined.width == pytest.approx(wanted.width, rel=1e-5)
+
+
+def test_width_of_a_matrix_free_posterior_with_channels_first_is_that_of_the_dense_one() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(20, 1, 2, 3).double()
+    y = (x[:, 0] > 0).long() + (x[:, 0] > 1).long()
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Tanh(), nn.Conv2d(4, 3, 1)).double()
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(200):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    likelihood = lapis.Categorical(channels="first")
+    dense = lapis.laplace(model, (x, y), likelihood, structure="dense")
+    tuned = lapis.laplace(model, (x, y), likelihood, structure="implicit").tune(max_iterations=50)
+    same = dense.with_prior(tuned.prior)
+    assert tuned.width == pytest.approx(chosen_width(same, same.sample_of_data(), 0.004), rel=1e-9)
+    assert tuned.width < 1

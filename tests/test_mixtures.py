@@ -333,3 +333,11 @@ def test_bad_input_is_said_and_degenerate_components_too() -> None:
     with pytest.warns(lapis.LapisWarning, match="floor"):
         mixture = GaussianMixture(4, restarts=3).fit(copies)
     assert np.isfinite(mixture.score_samples(copies)).all()
+
+
+@pytest.mark.parametrize("mixture", [GaussianMixture, BayesianGaussianMixture])
+def test_diag_is_scikit_learns_name_of_diagonal(mixture: Any) -> None:
+    x = np.random.default_rng(0).normal(size=(30, 2))
+    one, other = (mixture(2, name, random_state=0).fit(x) for name in ("diag", "diagonal"))
+    np.testing.assert_array_equal(one.covariances_, other.covariances_)
+    assert one.get_params()["covariance"] == "diag"

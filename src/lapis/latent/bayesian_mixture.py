@@ -217,7 +217,7 @@ class BayesianGaussianMixture(MixtureEstimator):
 
     Args:
         n_components: K, at most; with a small `concentration` components that are not needed get no rows.
-        covariance: "full", "tied" (one for all), "diagonal" or "spherical".
+        covariance: "full", "tied" (one for all), "diagonal" ("diag") or "spherical".
         concentration: of the Dirichlet prior of the weights; 1 / n_components when None.
         mean_strength: beta_0, rows that the prior mean, that of the data, counts for.
         freedom: nu_0, rows that the prior covariance, that of the data, counts for ("spherical": numbers, D a row); D
@@ -240,7 +240,7 @@ class BayesianGaussianMixture(MixtureEstimator):
     def __init__(
         self,
         n_components: int = 1,
-        covariance: Covariance = "full",
+        covariance: str = "full",
         *,
         concentration: float | None = None,
         mean_strength: float = 1.0,
@@ -272,7 +272,7 @@ class BayesianGaussianMixture(MixtureEstimator):
     def _begin(self, rows: Rows, r: Tensor | None, floor: float, centre: Tensor) -> BayesianModel:
         assert r is not None, "it always starts from responsibilities"
         count, size = self.n_components, rows.x.shape[1]
-        kind = self.covariance
+        kind = self._kind
         matrices = kind in ("full", "tied")
         freedom = float((1 if kind == "diagonal" else size) if self.freedom is None else self.freedom)
         if matrices and freedom <= size - 1:
@@ -305,7 +305,7 @@ class BayesianGaussianMixture(MixtureEstimator):
         self.means_ = (q.mean + centre).numpy()
         shape = (-1, *([1] * (q.inverse.dim() - 1)))
         covariances = (q.inverse / q.freedom.reshape(shape)).numpy()
-        self.covariances_ = covariances.reshape(shape_of(self.covariance, *self.means_.shape))
+        self.covariances_ = covariances.reshape(shape_of(self._kind, *self.means_.shape))
         self.evidence_ = fit.bounds[-1] + math.lgamma(self.n_components + 1)
         rows = (concentration - fit.model.prior_concentration).numpy()
         self.effective_components_ = int((rows > 0.5).sum())
@@ -342,7 +342,7 @@ def choose_components(
     X: Any,
     numbers: Sequence[int] = (1, 2, 3, 4, 5, 6),
     *,
-    covariance: Covariance = "full",
+    covariance: str = "full",
     restarts: int = 3,
     labels: Any = None,
     random_state: int = 0,

@@ -24,6 +24,15 @@ from lapis.options import UNREADABLE, check_positive, checked_tensor
 
 Array = NDArray[Any]
 
+KINDS: dict[str, Covariance] = {
+    "full": "full",
+    "tied": "tied",
+    "diagonal": "diagonal",
+    "diag": "diagonal",
+    "spherical": "spherical",
+}
+"""Names of covariances; "diag" is scikit-learn's."""
+
 FLOOR = 1e-6
 """The smallest variance of a component along any direction, relative to the mean variance of the features."""
 
@@ -32,7 +41,7 @@ class MixtureEstimator(DensityMixin, BaseEstimator, ABC):  # type: ignore[misc]
     """Checks, starts, and predictions; `_begin` and `_finish` are those of each estimator."""
 
     n_components: int
-    covariance: Covariance
+    covariance: str
     rounds: int
     tolerance: float
     restarts: int
@@ -149,6 +158,10 @@ class MixtureEstimator(DensityMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     # checks --------------------------------------------------------------------------------------------
 
+    @property
+    def _kind(self) -> Covariance:
+        return KINDS[self.covariance]
+
     def _check_options(self) -> None:
         counts = {"n_components": self.n_components, "rounds": self.rounds, "restarts": self.restarts}
         for name, value in counts.items():
@@ -157,7 +170,7 @@ class MixtureEstimator(DensityMixin, BaseEstimator, ABC):  # type: ignore[misc]
         numbers = {"tolerance": self.tolerance, "floor": self.floor}
         for name, number in numbers.items():
             check_positive(name, number, or_zero=True)
-        if self.covariance not in ("full", "tied", "diagonal", "spherical"):
+        if not isinstance(self.covariance, str) or self.covariance not in KINDS:
             raise OptionError(
                 "Unknown covariance",
                 expected='"full", "tied", "diagonal" or "spherical"',

@@ -14,7 +14,7 @@ from lapis.errors import DataError, LapisWarning
 from lapis.latent.driver import Fit
 from lapis.latent.estimator import FLOOR, Array, MixtureEstimator, first_mixture, shape_of
 from lapis.latent.floor import NOBODY
-from lapis.latent.mixture_model import Covariance, MixtureModel, Rows, floored
+from lapis.latent.mixture_model import MixtureModel, Rows, floored
 from lapis.options import UNREADABLE, check_count, shown
 
 
@@ -23,7 +23,7 @@ class GaussianMixture(MixtureEstimator):
 
     Args:
         n_components: K.
-        covariance: "full", "tied" (one for all), "diagonal" or "spherical".
+        covariance: "full", "tied" (one for all), "diagonal" ("diag") or "spherical".
         rounds: at most this many rounds of EM.
         tolerance: EM ends when a round raises the log likelihood by less than this many nats a row.
         restarts: starts (k-means from different seeds), of which the best is kept.
@@ -50,7 +50,7 @@ class GaussianMixture(MixtureEstimator):
     def __init__(
         self,
         n_components: int = 1,
-        covariance: Covariance = "full",
+        covariance: str = "full",
         *,
         rounds: int = 200,
         tolerance: float = 1e-6,
@@ -74,13 +74,13 @@ class GaussianMixture(MixtureEstimator):
 
     def _begin(self, rows: Rows, r: Tensor | None, floor: float, centre: Tensor) -> MixtureModel:
         if r is not None:
-            return first_mixture(rows, r, self.covariance, floor)
+            return first_mixture(rows, r, self._kind, floor)
         weights, means, covariances = self._start()
         components, dimensions = self.n_components, rows.x.shape[1]
         for name, got, shape in (
             ("weights", weights, (components,)),
             ("means", means, (components, dimensions)),
-            ("covariances", covariances, shape_of(self.covariance, components, dimensions)),
+            ("covariances", covariances, shape_of(self._kind, components, dimensions)),
         ):
             if tuple(got.shape) != shape or not bool(got.isfinite().all()):
                 raise DataError(
@@ -89,7 +89,7 @@ class GaussianMixture(MixtureEstimator):
                     got=str(tuple(got.shape)),
                     do="pass start=(weights, means, covariances)",
                 )
-        matrices = self.covariance in ("full", "tied")
+        matrices = self._kind in ("full", "tied")
         proper = torch.linalg.eigvalsh(covariances) >= -1e-9 * covariances.abs().max() if matrices else covariances >= 0
         symmetric = not matrices or torch.allclose(covariances, covariances.mT, rtol=1e-5, atol=1e-8)
         if not symmetric or not bool(proper.all() & (weights >= 0).all() & (weights.sum() > 0)):
@@ -97,8 +97,8 @@ class GaussianMixture(MixtureEstimator):
                 "The start is no mixture", expected="weights and variances that are not negative, symmetric matrices",
                 got="others", do="check the values",
             )  # fmt: skip
-        raised = floored(covariances, self.covariance, floor)
-        return MixtureModel(weights / weights.sum(), means - centre, raised, self.covariance, floor)
+        raised = floored(covariances, self._kind, floor)
+        return MixtureModel(weights / weights.sum(), means - centre, raised, self._kind, floor)
 
     def _start(self) -> list[Tensor]:
         try:
@@ -162,7 +162,7 @@ class GaussianMixture(MixtureEstimator):
         components, dimensions = self.means_.shape
         square = dimensions * (dimensions + 1) // 2
         spread = {"full": components * square, "tied": square, "diagonal": components * dimensions}
-        return int(components - 1 + components * dimensions + spread.get(self.covariance, components))
+        return int(components - 1 + components * dimensions + spread.get(self._kind, components))
 
     def bic(self, X: Any) -> float:
         """-2 log likelihood + parameters log N; lower is better."""

@@ -153,7 +153,8 @@ class LaplaceFamily(Refinable):
             samples: for "draws", the number of draws from which gamma is estimated, 4 by default.
             solver: for "draws", "cg" (default) or "sgd": see `ImplicitPosterior.draw`.
             batch_size: for solver="sgd".
-            tolerated_loss: for stored classifiers, nats an example; None leaves the width at one.
+            tolerated_loss: for classifiers, nats an example; None leaves the width at one. Implicit posteriors have a
+                width where weights or the data's outputs are few enough to factorise (`matrix_free/direct`).
             generator: for "draws"; seeded with 0 when not given.
             progress: show a bar for passes over data; by default on a terminal only.
         """

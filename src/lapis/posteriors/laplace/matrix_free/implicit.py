@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lapis.batches import Batch, Inputs
 from lapis.curvature.products.ggn import ImplicitCurvature
+from lapis.curvature.sample import Sample
 from lapis.errors import OptionError
 from lapis.function_space.kernels import SolvedKernel
 from lapis.function_space.tangent import Tangent
@@ -23,6 +24,7 @@ from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.arithmetic import removal
 from lapis.posteriors.laplace.family_state import family_fields
 from lapis.posteriors.laplace.matrix_free import drawing
+from lapis.posteriors.laplace.matrix_free.direct import MOST_OUTPUTS
 from lapis.posteriors.laplace.matrix_free.drawn import DrawnPosterior
 from lapis.posteriors.laplace.matrix_free.solved import SolvedPosterior
 from lapis.posteriors.laplace.matrix_free.solver import Solver
@@ -220,6 +222,7 @@ class ImplicitPosterior(SolvedPosterior):
             tolerance=0.01 if asked.tolerance is None else asked.tolerance,
             generator=source,
             progress=asked.progress,
+            tolerated_loss=asked.tolerated_loss,
         )
 
     def _at_tangent_mode(
@@ -298,16 +301,29 @@ class ImplicitPosterior(SolvedPosterior):
         """The precision is that of the exact GGN."""
         return True
 
+    def sample_of_data(self) -> Sequence[Batch]:
+        """All data where their outputs are few enough to be factorised, else some of the examples."""
+        held = self.curvature.batches
+        if self.curvature.n_outputs <= MOST_OUTPUTS:
+            return held
+        sample = Sample(self.curvature.jacobian.outputs[0][0].numel())
+        for batch in held:
+            sample.add(batch)
+        return sample.batches()
+
     def outputs_of_data(self, held: Sequence[Batch]) -> Callable[[int], LatentGaussian]:
         """By a factorisation where weights or outputs are few, by a solve for every output, or from draws."""
-        if self.direct is not None:
+        if self.direct is not None and held is self.curvature.batches:
             spreads, jacobian = self.direct.covariances, self.curvature.jacobian
             moved = jacobian.forward((self.mean.double() - self.point.double())[None])
             means = [f + shift[0] for f, shift in zip(jacobian.outputs, moved, strict=True)]
             return lambda number: LatentGaussian(
-                means[number], spreads[number].diagonal(dim1=-2, dim2=-1), spreads[number]
+                means[number],
+                spreads[number].diagonal(dim1=-2, dim2=-1),
+                spreads[number],
+                raw_shape=tuple(jacobian.shapes[number]),
             )
-        if self.curvature.n_outputs > MOST_SOLVES:
+        if self.direct is None and self.curvature.n_outputs > MOST_SOLVES:
             return partial(full_outputs, self.draw(REFINING_DRAWS, progress=False), held)
         return super().outputs_of_data(held)
 

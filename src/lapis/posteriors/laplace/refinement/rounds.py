@@ -238,10 +238,10 @@ def refine(
             LapisWarning,
             stacklevel=3,
         )
-    refined: Fitted = replace(search.posterior._with_view(False), refinement=record)
+    refined: Fitted = replace(search.posterior, refinement=record)
     if tolerated_loss is not None and posterior.likelihood.kind == "classification":
         refined = replace(refined, width=chosen_width(refined, refined.sample_of_data(), tolerated_loss))
-    return refined
+    return refined._with_view(False)
 
 
 class Search:

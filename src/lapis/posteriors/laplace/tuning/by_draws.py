@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch
-from lapis.curvature.sample import Sample
 from lapis.errors import LapisWarning, OptionError
 from lapis.evidence import TangentMode, TangentProblem, Tuning
 from lapis.evidence.fixed_point import stretch
@@ -39,6 +38,7 @@ from lapis.posteriors.laplace.matrix_free.descending import Descent
 from lapis.posteriors.laplace.matrix_free.noise import noise
 from lapis.posteriors.laplace.tuning import own_noise
 from lapis.posteriors.laplace.tuning.foretelling import warn_of_doubt
+from lapis.posteriors.laplace.tuning.leave_one_out import chosen_width
 from lapis.posteriors.predicting.linearised import by_draws
 from lapis.predictions import Prediction
 from lapis.predictions import predict as predict_outputs
@@ -196,8 +196,10 @@ def tune(
     tolerance: float,
     generator: torch.Generator,
     progress: bool | None,
+    tolerated_loss: float | None,
 ) -> ImplicitPosterior:
     """See `ImplicitPosterior.tune`."""
+    posterior = replace(posterior, width=1.0)
     prior = posterior.weight_prior
     if prior.group_of is None:
         raise OptionError(
@@ -234,10 +236,12 @@ def tune(
         warnings.warn(message, LapisWarning, stacklevel=3)
     found, z = replace(end.posterior, tuning=tuning), sampler.z
     assert z is not None
-    sample = Sample(found.curvature.jacobian.outputs[0][0].numel())
-    for batch in found.curvature.batches:
-        sample.add(batch)
-    warn_of_doubt(found, sample.batches(), lambda batch: _foretold(found, z, batch), stacklevel=5)
+    sample = found.sample_of_data()
+    if tolerated_loss is not None and found.likelihood.kind == "classification":
+        viewed = found._with_view(True)
+        if viewed.view is not None:
+            return replace(found, width=chosen_width(viewed, sample, tolerated_loss))
+    warn_of_doubt(found, sample, lambda batch: _foretold(found, z, batch), stacklevel=5)
     return found
 
 

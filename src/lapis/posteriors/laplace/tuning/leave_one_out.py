@@ -81,8 +81,9 @@ def chosen_width(posterior: LaplaceFamily, sample: Sequence[Batch], tolerated: f
 def _left_out(posterior: LaplaceFamily, sample: Sequence[Batch]) -> list[_Left] | None:
     """Leave-one-out where it holds for all examples, else the examples as they are; None for a refined posterior."""
     found, valid = [], posterior._full_by_default()
-    for batch in sample:
-        latent = posterior.latent(batch.inputs, "full" if valid else "diagonal", None, None)
+    outputs = posterior.outputs_of_data(sample)
+    for number, batch in enumerate(sample):
+        latent = outputs(number) if valid else posterior.latent(batch.inputs, "diagonal", None, None)
         assert isinstance(latent, LatentGaussian)
         found.append((latent, posterior.likelihood.targets(batch.targets, latent.mean, latent.raw_shape)))
     left = [_without_itself(posterior, latent, y) if valid else None for latent, y in found]
