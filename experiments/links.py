@@ -22,7 +22,7 @@ import lapis
 from lapis.likelihoods import Categorical
 from lapis.metrics import ece, nll, ood_auroc
 from lapis.predictions import ClassificationPrediction, LatentGaussian, predict
-from lapis.predictions._links import mean_field
+from lapis.predictions.integrals.links import mean_field
 
 F64 = torch.float64
 LINKS = ("quasi", "mean_field", "probit", "bridge", "mc")

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lapis.likelihoods import Bernoulli, Categorical, Likelihood
 from lapis.metrics import ood_auroc
 from lapis.predictions import ClassificationPrediction, LatentGaussian, LatentMixture, predict
-from lapis.predictions import _links as links
-from lapis.predictions import _quasi as quasi
+from lapis.predictions.integrals import links, quasi
 
 F64 = torch.float64
 LINKS = ["quasi", "mean_field", "probit", "mc", "bridge"]

@@ -31,9 +31,9 @@ from lapis.predictions import (
     RegressionPrediction,
     predict,
 )
-from lapis.predictions._counts import cumulative
-from lapis.predictions._links import expected_binary_entropy
-from lapis.predictions._quadrature import gauss_hermite
+from lapis.predictions.integrals.counts import cumulative
+from lapis.predictions.integrals.links import expected_binary_entropy
+from lapis.predictions.integrals.quadrature import gauss_hermite
 
 F64 = torch.float64
 LINKS = ["quasi", "mean_field", "probit", "mc", "bridge"]

@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lapis.predictions._links import probit
-from lapis.predictions._quadrature import gauss_hermite
-from lapis.predictions._quasi import RANK, default_points, normal_points
+from lapis.predictions.integrals.links import probit
+from lapis.predictions.integrals.quadrature import gauss_hermite
+from lapis.predictions.integrals.quasi import RANK, default_points, normal_points
 
 
 class Sigmoid(nn.Module):
@@ -44,7 +44,7 @@ class Sigmoid(nn.Module):
 
 
 class Softmax(nn.Module):
-    """E[softmax(f)], f ~ N(mean, covariance) with three classes or more, at the points of `predictions/_quasi`."""
+    """E[softmax(f)], f ~ N(mean, covariance) with three classes or more, at the points of `integrals/quasi`."""
 
     points: Tensor
     precedence: Tensor
@@ -65,7 +65,7 @@ class Softmax(nn.Module):
         return torch.softmax(f, 1).mean(-1)
 
     def _root(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """R (B, C, rank) and d (B, C) as `predictions/_quasi.shift_free_root` finds them."""
+        """R (B, C, rank) and d (B, C) as `integrals/quasi.shift_free_root` finds them."""
         largest = torch.diagonal(covariance, dim1=-2, dim2=-1).abs().amax(-1, keepdim=True)
         wide = covariance - covariance.mean(-1, keepdim=True)
         wide = wide - wide.mean(-2, keepdim=True)

@@ -25,7 +25,7 @@ from lapis.errors import DataError, FileError, LikelihoodError, OptionError
 from lapis.files import read, tensors_digest, write
 from lapis.likelihoods import Categorical
 from lapis.options import check_arguments, check_between, check_choice
-from lapis.predictions import ClassificationPrediction, CountPrediction, Prediction, RegressionPrediction
+from lapis.predictions import ClassificationPrediction, CountPrediction, NumericPrediction, Prediction
 from lapis.progress import track
 from lapis.schema import entry, sound, tensor, word, wrong
 
@@ -295,6 +295,6 @@ def _class_scores(prediction: ClassificationPrediction, score: Score) -> Tensor:
 
 def _moments(prediction: Prediction) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of the targets, (B, T, L) float64."""
-    assert isinstance(prediction, (RegressionPrediction, CountPrediction))
+    assert isinstance(prediction, NumericPrediction)
     mean, std = (prediction.likelihood.canonical(value).double() for value in (prediction.mean, prediction.std))
     return mean, std.clamp_min(torch.finfo(std.dtype).tiny)

@@ -10,14 +10,15 @@ import torch
 from lapis.errors import OptionError
 from lapis.likelihoods import Likelihood
 from lapis.options import check_arguments, check_choice
-from lapis.predictions._quasi import default_points
 from lapis.predictions.base import Prediction
 from lapis.predictions.classification import ClassificationPrediction, Link
 from lapis.predictions.count import CountPrediction
 from lapis.predictions.function import FunctionPrediction
+from lapis.predictions.integrals.quasi import default_points
 from lapis.predictions.joining import GatheredLatent, join_latents
 from lapis.predictions.latent import Latent, LatentGaussian, LatentMixture, LatentSamples
 from lapis.predictions.mixture import mix
+from lapis.predictions.numeric import NumericPrediction
 from lapis.predictions.regression import RegressionPrediction
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "LatentGaussian",
     "LatentMixture",
     "LatentSamples",
+    "NumericPrediction",
     "Prediction",
     "RegressionPrediction",
     "join_latents",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lapis.likelihoods import Bernoulli
-from lapis.predictions._links import (
+from lapis.predictions.base import Prediction
+from lapis.predictions.integrals.links import (
     bridge,
     dirichlet_entropy,
     entropy,
@@ -22,9 +23,8 @@ from lapis.predictions._links import (
     probit,
     zero_sum,
 )
-from lapis.predictions._quadrature import in_chunks
-from lapis.predictions._quasi import Points
-from lapis.predictions.base import Prediction
+from lapis.predictions.integrals.quadrature import in_chunks
+from lapis.predictions.integrals.quasi import Points
 from lapis.predictions.latent import CHUNK, LatentSamples
 
 Link = Literal["quasi", "mean_field", "probit", "mc", "bridge"]

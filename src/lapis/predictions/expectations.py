@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lapis.likelihoods import Likelihood
-from lapis.predictions._quadrature import gauss_hermite
-from lapis.predictions._quasi import normal_points
+from lapis.predictions.integrals.quadrature import gauss_hermite
+from lapis.predictions.integrals.quasi import normal_points
 from lapis.predictions.latent import square_root
 
 NODES = 32

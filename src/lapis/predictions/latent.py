@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lapis.errors import ModelError, NotPositiveDefiniteError, OptionError
-from lapis.predictions._mixtures import normal_quantile, quantile_between, total_variance, weighted_sum
-from lapis.predictions._quadrature import in_chunks
-from lapis.predictions._students import student_cumulative, student_quantile
+from lapis.predictions.integrals.mixtures import normal_quantile, quantile_between, total_variance, weighted_sum
+from lapis.predictions.integrals.quadrature import in_chunks
+from lapis.predictions.integrals.students import student_cumulative, student_quantile
 
 CHUNK = 2**20
 """Numbers in a chunk of Monte Carlo draws, approximately (8 MB in float64, of which there are a few copies)."""

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lapis.likelihoods.base import Kind
-from lapis.predictions import _counts
-from lapis.predictions._mixtures import log_weighted_sum, quantile_between, total_variance, weighted_sum
 from lapis.predictions.base import Prediction
 from lapis.predictions.classification import ClassificationPrediction
 from lapis.predictions.count import CountPrediction
 from lapis.predictions.function import FunctionPrediction
+from lapis.predictions.integrals import counts
+from lapis.predictions.integrals.mixtures import log_weighted_sum, quantile_between, total_variance, weighted_sum
 from lapis.predictions.latent import LatentMixture
+from lapis.predictions.numeric import NumericPrediction
 from lapis.predictions.regression import RegressionPrediction
 
 
@@ -63,10 +64,10 @@ class ClassificationMixture(ClassificationPrediction, MixturePrediction):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RegressionMixture(MixturePrediction, RegressionPrediction):
-    """Real targets: the epistemic variance includes that between the parts' means."""
+class NumericMixture(MixturePrediction, NumericPrediction):
+    """Numbers: the epistemic variance includes that between the parts' means."""
 
-    parts: tuple[RegressionPrediction, ...]
+    parts: tuple[NumericPrediction, ...]
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,28 +77,23 @@ class RegressionMixture(MixturePrediction, RegressionPrediction):
     def _cumulative(self, y: Tensor) -> Tensor:
         return weighted_sum(self.weights, (part._cumulative(y) for part in self.parts))
 
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RegressionMixture(NumericMixture, RegressionPrediction):
+    """Real targets."""
+
     def _quantile(self, level: float) -> Tensor:
         own = torch.stack([part._quantile(level) for part in self.parts])
         return quantile_between(level, self._cumulative, own)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CountMixture(MixturePrediction, CountPrediction):
-    """Counts: the epistemic variance includes that between the parts' mean rates."""
-
-    parts: tuple[CountPrediction, ...]
-
-    @cached_property
-    def _moments(self) -> tuple[Tensor, Tensor]:
-        means, variances = zip(*(part._moments for part in self.parts), strict=True)
-        return total_variance(self.weights, means, variances)
-
-    def _cumulative(self, k: Tensor) -> Tensor:
-        return weighted_sum(self.weights, (part._cumulative(k) for part in self.parts))
+class CountMixture(NumericMixture, CountPrediction):
+    """Counts."""
 
     def _quantile(self, level: float) -> Tensor:
         own = torch.stack([part._quantile(level) for part in self.parts])
-        return _counts.quantile_between(level, self._cumulative, own.amin(0) - 1, own.amax(0))
+        return counts.quantile_between(level, self._cumulative, own.amin(0) - 1, own.amax(0))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

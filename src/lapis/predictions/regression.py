@@ -11,7 +11,7 @@ from torch import Tensor
 from lapis.errors import LikelihoodError
 from lapis.likelihoods import Gaussian, HeteroscedasticGaussian
 from lapis.likelihoods.heteroscedastic import split
-from lapis.predictions._mixtures import (
+from lapis.predictions.integrals.mixtures import (
     LARGEST_EXPONENT,
     multivariate_log_prob,
     noisy_cumulative,
@@ -22,14 +22,14 @@ from lapis.predictions._mixtures import (
     normal_quantile,
     quantile_between,
 )
-from lapis.predictions._quadrature import in_chunks
-from lapis.predictions._students import student_cumulative, student_log_prob, student_quantile
-from lapis.predictions.base import Prediction, tails
+from lapis.predictions.integrals.quadrature import in_chunks
+from lapis.predictions.integrals.students import student_cumulative, student_log_prob, student_quantile
 from lapis.predictions.latent import LatentGaussian, LatentSamples
+from lapis.predictions.numeric import NumericPrediction
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RegressionPrediction(Prediction):
+class RegressionPrediction(NumericPrediction):
     """p(y | x) of real targets, D per position, laid out as the network's outputs.
 
     Linearised, with one noise sigma for all inputs: exactly N(f, V + sigma^2 I). Linearised, with noise predicted by
@@ -39,37 +39,7 @@ class RegressionPrediction(Prediction):
     in `interval` and `log_prob`; `variance` is the estimate itself.
     """
 
-    @property
-    def mean(self) -> Tensor:
-        """E[y]."""
-        return self._lay(self._moments[0])
-
-    @property
-    def epistemic_variance(self) -> Tensor:
-        """Variance of E[y | weights]: what more data would reduce."""
-        return self._lay(self._moments[1])
-
-    @property
-    def aleatoric_variance(self) -> Tensor:
-        """Expected variance of y given the weights: the noise, which more data would not reduce."""
-        return self._lay(self._moments[2])
-
-    @property
-    def variance(self) -> Tensor:
-        """Epistemic plus aleatoric variance (the law of total variance)."""
-        return self._lay(self._moments[1] + self._moments[2])
-
-    @property
-    def std(self) -> Tensor:
-        return self.variance.sqrt()
-
-    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Lower and upper end of the central interval that holds each target with probability `level`."""
-        lower, upper = (self._lay(self._quantile(tail)) for tail in tails(level))
-        return lower, upper
-
     def _cumulative(self, y: Tensor) -> Tensor:
-        """P(target <= y) for y (B, T, D), float64."""
         if isinstance(self.latent, LatentSamples):
             return normal_cumulative(y, *self._networks(self.latent)).mean(0)
         if self._heteroscedastic:
@@ -79,7 +49,6 @@ class RegressionPrediction(Prediction):
         return normal_cumulative(y, self.latent.mean.double(), self._total_variance.sqrt())
 
     def _quantile(self, level: float) -> Tensor:
-        """y with P(target <= y) = level, (B, T, D), float64."""
         z = normal_quantile(level)
         if isinstance(self.latent, LatentSamples):
             means, deviations = self._networks(self.latent)
@@ -100,7 +69,6 @@ class RegressionPrediction(Prediction):
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, epistemic and aleatoric variance, each (B, T, D)."""
         mean, variance = self.latent.mean, self.latent.variance
         if not self._heteroscedastic:
             return mean, variance, self._noise_variance.to(mean).expand_as(mean)
@@ -171,6 +139,3 @@ class RegressionPrediction(Prediction):
                 do="use lapis.Gaussian",
             )
         return self.likelihood.noise.detach().to(self.latent.mean.device).double() ** 2
-
-    def _lay(self, canonical: Tensor) -> Tensor:
-        return self.likelihood.layout(canonical.to(self.latent.mean.dtype), self.raw_shape)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lapis.batches import Inputs, batches, map_tensors, naming
 from lapis.posteriors import Posterior
 from lapis.posteriors.diagnosis.scores import Scores, plain_prediction
-from lapis.predictions import ClassificationPrediction, CountPrediction, Prediction, RegressionPrediction
+from lapis.predictions import ClassificationPrediction, NumericPrediction, Prediction, RegressionPrediction
 from lapis.progress import track
 
 SHOWN = 12
@@ -75,7 +75,7 @@ def doubt(prediction: Prediction) -> Tensor:
     """One number an example, (B,) float64, larger where the posterior knows less."""
     if isinstance(prediction, ClassificationPrediction):
         value = prediction.entropy
-    elif isinstance(prediction, (RegressionPrediction, CountPrediction)):
+    elif isinstance(prediction, NumericPrediction):
         value = prediction.epistemic_variance.sqrt()
     else:
         value = prediction.f_variance.clamp_min(0).sqrt()
@@ -99,7 +99,7 @@ def _add(found: Judged, prediction: Prediction, inputs: Inputs, targets: Tensor)
         probs = likelihood.canonical(prediction.probs).detach().double().cpu()
         if probs.shape[1] == 1:
             answers = probs[:, 0]
-    elif isinstance(prediction, (RegressionPrediction, CountPrediction)):
+    elif isinstance(prediction, NumericPrediction):
         canonical = likelihood.targets(targets, prediction.latent.mean, prediction.raw_shape)
         mean, std = (likelihood.canonical(value).detach().double().cpu() for value in (prediction.mean, prediction.std))
         triples = torch.stack([mean, std, canonical.double().cpu()], -1)

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from lapis import metrics
 from lapis.likelihoods import Bernoulli, Categorical, Likelihood
-from lapis.predictions import (
-    ClassificationPrediction,
-    CountPrediction,
-    LatentSamples,
-    Prediction,
-    RegressionPrediction,
-)
+from lapis.predictions import ClassificationPrediction, LatentSamples, NumericPrediction, Prediction
 from lapis.predictions import predict as predict_outputs
 
 LEVEL = 0.95
@@ -56,7 +50,7 @@ class Scores:
         target = likelihood.targets(y, prediction.latent.mean, prediction.raw_shape)
         if isinstance(prediction, ClassificationPrediction):
             self._add_classes(likelihood, likelihood.canonical(prediction.probs), target)
-        elif isinstance(prediction, (RegressionPrediction, CountPrediction)):
+        elif isinstance(prediction, NumericPrediction):
             lower, upper = map(likelihood.canonical, prediction.interval(LEVEL))
             self.squared += float((likelihood.canonical(prediction.mean) - target).double().square().sum())
             self.covered += float(((lower <= target) & (target <= upper)).sum())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lapis.predictions._quadrature import nodes_like
+from lapis.predictions.integrals.quadrature import nodes_like
 
 MANY = 2.0**50
 """Quantiles above this count are set to the rate's quantile: Poisson noise changes them by less than 1e-7."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lapis.errors import NotPositiveDefiniteError
-from lapis.predictions._quadrature import grid_like
+from lapis.predictions.integrals.quadrature import grid_like
 
 LOG_TWO_PI = math.log(2 * math.pi)
 

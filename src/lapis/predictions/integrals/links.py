@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from lapis.predictions._quadrature import in_chunks, nodes_like
+from lapis.predictions.integrals.quadrature import in_chunks, nodes_like
 
 LARGEST_LOG_ALPHA = 60.0
 """Dirichlet distributions with parameters beyond e^60 equal a point mass to float64 precision."""

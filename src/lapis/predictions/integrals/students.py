@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lapis.predictions._mixtures import normal_cumulative, normal_log_prob, normal_quantile
+from lapis.predictions.integrals.mixtures import normal_cumulative, normal_log_prob, normal_quantile
 
 NODES, REACH = 80, 9.0
 """Nodes, within so many standard deviations of r."""
