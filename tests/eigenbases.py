@@ -13,7 +13,7 @@ from torch import Tensor
 
 import reference
 from cases import F64
-from lapis.curvature.blocks.ekfac import EKFACBlock
+from lapis.curvature.blocks.kronecker.ekfac import EKFACBlock
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

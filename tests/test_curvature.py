@@ -25,7 +25,7 @@ from cases import CASES, F64, GatedTie, MaskedTokens, WeightedPositions, call, c
 from eigenbases import assert_defined, bases_of
 from lapis.curvature import accumulate, plan
 from lapis.curvature.backward.record import Record
-from lapis.curvature.blocks import gram
+from lapis.curvature.blocks.dense import gram
 from lapis.curvature.recording import patches
 from lapis.curvature.tape import Tape
 from lapis.errors import LapisError, LapisWarning, ModelError
@@ -748,7 +748,7 @@ def test_factors_that_are_wrong_are_noticed_and_not_used(
     model, data = copy.deepcopy(exact).to(dtype), [(x.to(dtype), y) for x, y in batches]
     right = lapis.laplace(model, data[:1], "classification", structure="dense", prior=PRIOR)
     with monkeypatch.context() as patch:
-        patch.setattr(f"lapis.curvature.blocks.gram.{where}", wrong)
+        patch.setattr(f"lapis.curvature.blocks.dense.gram.{where}", wrong)
         posteriors = {
             1: lapis.laplace(model, data[:1], "classification", structure="dense", prior=PRIOR),
             2: lapis.laplace(model, data, "classification", structure="dense", prior=PRIOR),

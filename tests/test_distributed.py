@@ -115,13 +115,13 @@ def test_processes_with_uneven_parts_equal_one_process_and_each_other(
 
 def pieces(rank: int) -> dict[str, Any]:
     """Examples that the ranks have of their own, shared eigendecompositions, draws by SGD; the refusals."""
-    from lapis.curvature.blocks import kronecker
+    from lapis.curvature.blocks.kronecker import factors
 
     found: dict[str, Any] = {}
     model, x, y = problem()
     cut = slice(0, 5) if rank == 0 else slice(5, N)
     options: Any = {"prior": 2.0, "weights": "all", "structure": "kronecker"}
-    kronecker.SHARED_WIDTH = 1
+    factors.SHARED_WIDTH = 1
     own = x[cut], y[cut]
     for name, data, how in (("tensors", own, True), ("batches", [own], "shards")):
         posterior = lapis.laplace(model, data, "classification", distributed=how, **options)

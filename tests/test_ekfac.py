@@ -21,7 +21,7 @@ import lapis
 import reference
 from cases import CASES, F64, take
 from eigenbases import assert_defined, bases_of, by_definition, curvature_in, exact_of, relative_error
-from lapis.curvature.blocks import ekfac
+from lapis.curvature.blocks.kronecker import ekfac
 from lapis.errors import DataError, ModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

@@ -261,7 +261,7 @@ def test_draws_do_not_depend_on_batches_or_the_order_of_data(
 
 @pytest.mark.parametrize("structure", ["kronecker", "ekfac"])
 def test_signs_of_eigenvectors_are_fixed_in_large_blocks_too(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapis.curvature.blocks.eigenbasis.SYMMETRIC_ROOT", 0)
+    monkeypatch.setattr("lapis.curvature.blocks.kronecker.eigenbasis.SYMMETRIC_ROOT", 0)
     model, (x, y) = mlp(), data(40)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     one = lapis.laplace(model, in_parts(x, y, 40, torch.arange(40)), "regression", structure=structure)
@@ -351,8 +351,8 @@ def test_sums_in_float32_that_the_prior_cannot_bear_are_told(
     if packed:
         monkeypatch.setattr("lapis.curvature.blocks.partition.PACKED", 1)
     noise = 0.01 if packed else torch.tensor([0.01, 0.02])  # for which outputs are kept apart
-    monkeypatch.setattr("lapis.curvature.blocks.gram.EXACT_SIZE", 0)
-    monkeypatch.setattr("lapis.curvature.blocks.kronecker.EXACT_WIDTH", 0)
+    monkeypatch.setattr("lapis.curvature.blocks.dense.gram.EXACT_SIZE", 0)
+    monkeypatch.setattr("lapis.curvature.blocks.kronecker.factors.EXACT_WIDTH", 0)
     x, y = data(200, dtype=F32)
     model = mlp(dtype=F32)
     fine = lapis.laplace(model, (x, y), "regression", structure="dense" if packed else structure)
@@ -373,7 +373,7 @@ def test_sums_in_float32_that_the_prior_cannot_bear_are_told(
 
 
 def test_a_ggn_that_rounds_to_indefinite_does_not_advise_the_ggn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapis.curvature.blocks.gram.EXACT_SIZE", 0)
+    monkeypatch.setattr("lapis.curvature.blocks.dense.gram.EXACT_SIZE", 0)
     x, y = data(12, dtype=F32)
     twice = (x.repeat(2, 1), y.repeat(2, 1))  # 24 rows an output, of rank 12
     posterior = lapis.laplace(mlp(dtype=F32), twice, lapis.Gaussian(1e-5), structure="dense", prior=1e-6)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import lapis
-from lapis.curvature.blocks import packed, partition, triangle
-from lapis.curvature.blocks.packed import PackedBlock
-from lapis.curvature.blocks.triangle import Triangle, triangle_bytes
+from lapis.curvature.blocks import partition
+from lapis.curvature.blocks.dense import packed, triangle
+from lapis.curvature.blocks.dense.packed import PackedBlock
+from lapis.curvature.blocks.dense.triangle import Triangle, triangle_bytes
 
 F64 = torch.float64
 

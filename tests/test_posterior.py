@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import lapis
 import reference
 from cases import F64, gaussian
-from lapis.curvature.blocks import gram
+from lapis.curvature.blocks.dense import gram
 from lapis.errors import LapisWarning
 from untouched import untouched
 

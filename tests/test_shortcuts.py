@@ -19,8 +19,8 @@ import lapis
 import reference
 from cases.likelihoods import categorical
 from lapis.curvature.backward import gradients, per_example
-from lapis.curvature.blocks import gram
-from lapis.curvature.blocks.eigenbasis import EigenbasisGaussian
+from lapis.curvature.blocks.dense import gram
+from lapis.curvature.blocks.kronecker.eigenbasis import EigenbasisGaussian
 from lapis.curvature.recording import layers, patches, pooling
 from lapis.posteriors.predicting import drawn_network, head
 from lapis.proofs import Proofs

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapis.curvature.blocks.abilities import SharesDecomposition
 from lapis.curvature.blocks.block import Block
 from lapis.curvature.blocks.partition import to_device
 from lapis.curvature.sample import Sample
@@ -220,11 +221,10 @@ class Curvature:
         """Find the blocks' costly decompositions, each on one rank, for all of them."""
         loads = [0.0] * ranks.size
         owners = {}
-        for block in sorted(self.blocks, key=lambda block: -block.decomposing()):
-            if block.decomposing():
-                owners[id(block)] = rank = loads.index(min(loads))
-                loads[rank] += block.decomposing()
-        shared = [block for block in self.blocks if id(block) in owners]
+        shared = [block for block in self.blocks if isinstance(block, SharesDecomposition) and block.decomposing()]
+        for block in sorted(shared, key=lambda block: -block.decomposing()):
+            owners[id(block)] = rank = loads.index(min(loads))
+            loads[rank] += block.decomposing()
         found = {}
         with ranks.together("eigendecompositions"):
             for block in shared:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lapis.curvature.blocks.block import BlockGaussian
 from lapis.curvature.blocks.diagonal import DiagonalGaussian
-from lapis.curvature.blocks.eigenbasis import EigenbasisGaussian
+from lapis.curvature.blocks.kronecker.eigenbasis import EigenbasisGaussian
 from lapis.curvature.blocks.scaled import ScaledGaussian
 from lapis.errors import StructureError
 from lapis.posteriors.laplace.stored import LaplacePosterior

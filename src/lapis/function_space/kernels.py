@@ -20,7 +20,7 @@ from lapis.batches import Inputs, batch_length, take
 from lapis.curvature.backward.contributions import Contribution, Lookup, Outer, Rows
 from lapis.curvature.backward.seeds import position_seeds, unit_factor
 from lapis.curvature.blocks.block import BlockGaussian
-from lapis.curvature.blocks.dense import inner_products
+from lapis.curvature.blocks.dense.matrix import inner_products
 from lapis.curvature.blocks.diagonal import DiagonalGaussian
 from lapis.curvature.plan import planned_tape
 from lapis.curvature.tape import Tape

@@ -14,7 +14,7 @@ from lapis.batches import batches
 from lapis.curvature.accumulate import accumulate
 from lapis.curvature.blocks.block import BlockGaussian
 from lapis.curvature.blocks.diagonal import DiagonalBlock
-from lapis.curvature.blocks.kronecker import KroneckerBlock
+from lapis.curvature.blocks.kronecker.factors import KroneckerBlock
 from lapis.curvature.moments import symmetric
 from lapis.likelihoods import Likelihood
 from lapis.posteriors.laplace.fit import laplace

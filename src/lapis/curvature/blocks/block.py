@@ -203,18 +203,6 @@ class Block(ABC):
         state = self.state()
         self.load({name: t.clamp(min=0) if name in self.nonnegative else t for name, t in state.items()})
 
-    def decomposing(self) -> float:
-        """About the multiplications of a decomposition that another process can do for this one; 0 where none can."""
-        return 0.0
-
-    def decomposition(self, like: bool = False) -> list[Tensor]:
-        """The decomposition of the sums, or with `like` empty tensors of its shapes; where `decomposing` is not 0."""
-        raise NotImplementedError(f"{type(self).__name__} has no decomposition to share")
-
-    def take_decomposition(self, found: Sequence[Tensor]) -> None:
-        """Use a decomposition that was found elsewhere, from equal sums; only where `decomposing` is not 0."""
-        raise NotImplementedError(f"{type(self).__name__} has no decomposition to share")
-
     @property
     def nbytes(self) -> int:
         """Memory that the sums take."""
@@ -294,13 +282,6 @@ class BlockGaussian(ABC):
     @abstractmethod
     def variance(self) -> Tensor:
         """Marginal variance of each weight, (size,)."""
-
-    def trace(self, block: Block) -> Tensor:
-        """tr(Sigma K) for the curvature K of a block that was combined with others to this one, 0-d.
-
-        Asked for only of structures whose outputs' curvature can be kept apart (`Curvature.keep_apart`).
-        """
-        raise NotImplementedError(f"{type(self).__name__} keeps no outputs apart")
 
     @abstractmethod
     def covariance(self, contributions: Sequence[Contribution], diagonal: bool) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.backward.pairs import between
+from lapis.curvature.blocks.abilities import Traces
 from lapis.curvature.blocks.block import Block, BlockGaussian, site_precision
 from lapis.curvature.blocks.spectrum import Spectrum, spectrum
 from lapis.curvature.moments import Moment
@@ -62,7 +63,7 @@ class DiagonalBlock(Block):
         self._spectra = None
 
 
-class DiagonalGaussian(BlockGaussian):
+class DiagonalGaussian(BlockGaussian, Traces):
     """Independent weights of the given precision (*site.shape)."""
 
     def __init__(self, precision: Tensor) -> None:

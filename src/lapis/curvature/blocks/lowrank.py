@@ -20,8 +20,8 @@ from lapis.batches import all_finite
 from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.backward.pairs import between
 from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, site_precision
-from lapis.curvature.blocks.dense import inner_products
-from lapis.curvature.blocks.gram import strips
+from lapis.curvature.blocks.dense.gram import strips
+from lapis.curvature.blocks.dense.matrix import inner_products
 from lapis.curvature.blocks.spectrum import Spectrum
 from lapis.curvature.outputs import curvature_not_finite
 from lapis.curvature.recording.sites import Site

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from lapis.curvature.blocks.block import Block
-from lapis.curvature.blocks.dense import DenseBlock
+from lapis.curvature.blocks.dense.matrix import DenseBlock
+from lapis.curvature.blocks.dense.packed import PackedBlock, packed_bytes
 from lapis.curvature.blocks.diagonal import DiagonalBlock
-from lapis.curvature.blocks.ekfac import EKFACBlock
-from lapis.curvature.blocks.kronecker import KroneckerBlock, kronecker_bytes
+from lapis.curvature.blocks.kronecker.ekfac import EKFACBlock
+from lapis.curvature.blocks.kronecker.factors import KroneckerBlock, kronecker_bytes
 from lapis.curvature.blocks.lowrank import LowRankBlock
-from lapis.curvature.blocks.packed import PackedBlock, packed_bytes
 from lapis.curvature.blocks.spectrum import GroupedSpectrum, Spectrum
 from lapis.curvature.recording.sites import Site
 from lapis.errors import MemoryBudgetError, OptionError

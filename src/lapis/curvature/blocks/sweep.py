@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lapis.curvature.backward.contributions import Contribution, Outer
 from lapis.curvature.blocks.block import Block, site_precision
-from lapis.curvature.blocks.dense import DenseBlock, stacked_rows
+from lapis.curvature.blocks.dense.matrix import DenseBlock, stacked_rows
+from lapis.curvature.blocks.dense.packed import PackedBlock
 from lapis.curvature.blocks.diagonal import DiagonalBlock
-from lapis.curvature.blocks.eigenbasis import EigenbasisGaussian, OwnBiasGaussian, rotate
+from lapis.curvature.blocks.kronecker.eigenbasis import EigenbasisGaussian, OwnBiasGaussian, rotate
 from lapis.curvature.blocks.lowrank import LowRankBlock
-from lapis.curvature.blocks.packed import PackedBlock
 from lapis.curvature.recording.sites import Site
 from lapis.errors import StructureError
 from lapis.priors import WeightPrior

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lapis.curvature.blocks.abilities import Traces
 from lapis.errors import StructureError
 from lapis.evidence import Tuning
 from lapis.evidence.fixed_point import stretch
@@ -95,8 +96,9 @@ def gamma_of_outputs(posterior: LaplacePosterior) -> Tensor:
     assert sums.apart is not None
     fitted = posterior.fitted_likelihood.noise
     assert fitted is not None
+    gaussians = [gaussian for gaussian in posterior.gaussians if isinstance(gaussian, Traces)]
     traces = [
-        sum(float(gaussian.trace(part)) for gaussian, part in zip(posterior.gaussians, parts, strict=True))
+        sum(float(gaussian.trace(part)) for gaussian, part in zip(gaussians, parts, strict=True))
         for parts in sums.apart
     ]
     weights = posterior.scale.detach() / fitted.detach().double() ** 2

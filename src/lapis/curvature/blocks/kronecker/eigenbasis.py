@@ -10,13 +10,14 @@ from torch import Tensor
 
 from lapis.curvature.backward.contributions import Contribution, Lookup, Rows
 from lapis.curvature.backward.pairs import between
+from lapis.curvature.blocks.abilities import Traces
 from lapis.curvature.blocks.block import Block, BlockGaussian, FactoredDraw
 
 SYMMETRIC_ROOT = 2**20
 """Up to this many multiplications a draw, noise is rotated into the bases: see `EigenbasisGaussian.white`."""
 
 
-class EigenbasisGaussian(BlockGaussian):
+class EigenbasisGaussian(BlockGaussian, Traces):
     """Precision (Q_G (x) W) diag(eigenvalues) (Q_G (x) W)^T, so covariance (Q_G (x) R) diag(1 / eigenvalues) (...)^T.
 
     Args:

@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 from lapis.batches import all_finite
 from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.blocks.block import Block, BlockGaussian, site_precision
-from lapis.curvature.blocks.dense import inner_products, stacked_rows
+from lapis.curvature.blocks.dense.matrix import inner_products, stacked_rows
+from lapis.curvature.blocks.dense.triangle import Triangle, spans, triangle_bytes
 from lapis.curvature.blocks.spectrum import Spectrum
-from lapis.curvature.blocks.triangle import Triangle, spans, triangle_bytes
 from lapis.curvature.moments import sum_rounding
 from lapis.curvature.recording.sites import Site
 from lapis.errors import NotPositiveDefiniteError

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from lapis.batches import all_finite
 from lapis.curvature.backward.contributions import Contribution
+from lapis.curvature.blocks.abilities import Traces
 from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, site_precision
-from lapis.curvature.blocks.gram import STRIP, Gram
+from lapis.curvature.blocks.dense.gram import STRIP, Gram
+from lapis.curvature.blocks.dense.triangle import inverse_diagonal
 from lapis.curvature.blocks.spectrum import Spectrum, spectrum
-from lapis.curvature.blocks.triangle import inverse_diagonal
 from lapis.curvature.recording.sites import Site
 from lapis.errors import NotPositiveDefiniteError
 from lapis.priors import WeightPrior
@@ -131,7 +132,7 @@ class DenseBlock(Block):
         self._eigenvalues = None
 
 
-class DenseGaussian(BlockGaussian):
+class DenseGaussian(BlockGaussian, Traces):
     """Precision scale * curvature + diag(prior), through its Cholesky factor."""
 
     def __init__(self, block: DenseBlock, prior: Tensor, scale: Tensor) -> None:

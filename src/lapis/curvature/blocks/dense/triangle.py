@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lapis.curvature.blocks.gram import Span, strips
+from lapis.curvature.blocks.dense.gram import Span, strips
 from lapis.curvature.moments import symmetric
 
 WIDTH = 512

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lapis.curvature.backward.contributions import Contribution, Outer, Rows
+from lapis.curvature.blocks.abilities import SharesDecomposition
 from lapis.curvature.blocks.block import Block, common_group, site_precision
-from lapis.curvature.blocks.eigenbasis import EigenbasisGaussian, signs
+from lapis.curvature.blocks.kronecker.eigenbasis import EigenbasisGaussian, signs
 from lapis.curvature.blocks.spectrum import Spectrum, product_spectrum, spectrum
 from lapis.curvature.moments import Moment, symmetric
 from lapis.curvature.recording.sites import Site
@@ -33,7 +34,7 @@ SHARED_WIDTH = 256
 """From this width of a factor on, its eigenvectors take longer to find than to be sent by another process."""
 
 
-class KroneckerBlock(Block):
+class KroneckerBlock(Block, SharesDecomposition):
     """Sums behind A (K, I, I), or its diagonal (V,) for look-ups, and G (K, O, O), one pair for each of K groups.
 
     Of the symmetric sums only the lower triangles are filled. A separate bias (`bias="separate"`) has no column in A.

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lapis.curvature.backward.contributions import CHUNK_BYTES, Contribution, Outer
 from lapis.curvature.blocks.block import Block, common_group
-from lapis.curvature.blocks.eigenbasis import EigenbasisGaussian, OwnBiasGaussian, rotate
-from lapis.curvature.blocks.kronecker import KroneckerBlock, check_shared_precisions, column_precision
+from lapis.curvature.blocks.kronecker.eigenbasis import EigenbasisGaussian, OwnBiasGaussian, rotate
+from lapis.curvature.blocks.kronecker.factors import KroneckerBlock, check_shared_precisions, column_precision
 from lapis.curvature.blocks.spectrum import Spectrum, spectrum
 from lapis.curvature.moments import Moment
 from lapis.curvature.recording.sites import Site
