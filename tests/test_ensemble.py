@@ -93,7 +93,7 @@ def test_members_with_other_attributes_do_not_run_together() -> None:
 def test_members_may_be_of_different_architectures(tmp_path: Path) -> None:
     torch.manual_seed(0)
     models = [net(6), net(9), net(6, norm=True)]
-    posterior = lapis.ensemble(models, "classification")
+    posterior = lapis.ensemble(nn.ModuleList(models), "classification")
     torch.testing.assert_close(posterior.predict(inputs()).latent.values[:, :, 0], outputs(models, inputs()))
     with pytest.raises(lapis.FileError, match="different architectures"):
         posterior.save(tmp_path / "ensemble.lapis")

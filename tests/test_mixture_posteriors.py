@@ -103,6 +103,17 @@ def test_a_joint_prediction_mixes_joint_densities() -> None:
     torch.testing.assert_close(found, parts.logsumexp(0) - math.log(2))
 
 
+def test_probabilities_are_the_average_of_what_the_components_predict() -> None:
+    x, y = torch.randn(20, 2, dtype=F64), torch.randint(3, (20,))
+    nets = [nn.Linear(2, 3).double() for _ in range(3)]
+    posteriors = [lapis.laplace(each, (x, y), "classification") for each in nets]
+    expected = torch.stack([each.predict(x).probs for each in posteriors]).mean(0)
+    torch.testing.assert_close(lapis.mixture(posteriors).predict(x).probs, expected)
+    other = [*posteriors[:2], lapis.laplace(nn.Linear(2, 4).double(), (x, y), "classification")]
+    with pytest.raises(lapis.ModelError, match=r"Got:.* 4 outputs for number 2"):
+        lapis.mixture(other)
+
+
 def test_draws_come_from_components_by_their_weights() -> None:
     """Shares of 2000 draws within 4.5 standard errors: false alarms below 1e-5; means within 5 each of 17 weights."""
     posteriors = laplaces(2, prior=100.0)

@@ -273,12 +273,12 @@ def _check_alike(components: Sequence[Posterior]) -> None:
         settings = {name: value for name, value in each.likelihood.to_config().items() if name != "noise"}
         return settings | {"dtype": str(each.network.dtype), "device": str(each.network.device)}
 
-    outputs = {each.n_outputs for each in components if each.n_outputs}
+    known = next((each.n_outputs for each in components if each.n_outputs), 0)
     for k, each in enumerate(components):
-        if meaning(each) != meaning(components[0]) or len(outputs) > 1:
+        if meaning(each) != meaning(components[0]) or each.n_outputs not in (0, known):
             raise ModelError(
                 "The posteriors do not predict the same thing",
-                expected=f"{meaning(components[0])}, {components[0].n_outputs} outputs, as the first",
+                expected=f"{meaning(components[0])}, {known} outputs, as the first",
                 got=f"{meaning(each)}, {each.n_outputs} outputs for number {k}",
                 do="mix posteriors of one task",
             )

@@ -75,13 +75,13 @@ def predict(
 def _predict_mixture(
     likelihoods: Sequence[Likelihood], latent: LatentMixture, link: str | None, samples: int | None, seed: int
 ) -> Prediction:
-    """The mixture of the predictions of all parts with positive weight, each with its own seed."""
+    """The mixture of the predictions of all parts with positive weight, each as it is made alone."""
     held = [(k, weight) for k, weight in enumerate(latent.weights.tolist()) if weight > 0]
     drawn = [isinstance(latent.parts[k], LatentSamples) for k, _ in held]
     parts = []
     for (k, _), already in zip(held, drawn, strict=True):
         options = (None, None) if already and not all(drawn) else (link, samples)
-        parts.append(_predict_one(likelihoods[k], latent.parts[k], *options, seed + k))
+        parts.append(_predict_one(likelihoods[k], latent.parts[k], *options, seed))
     return mix(latent, parts, [weight for _, weight in held])
 
 

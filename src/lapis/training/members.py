@@ -37,7 +37,7 @@ SIZE = 5
 
 
 def ensemble(
-    models: Sequence[nn.Module] | Callable[[], nn.Module],
+    models: Sequence[nn.Module] | nn.ModuleList | Callable[[], nn.Module],
     data: Any = None,
     likelihood: str | Likelihood | None = None,
     *,
@@ -93,6 +93,7 @@ def ensemble(
         "schedule": schedule, "batch_size": batch_size,
     }  # fmt: skip
     given = {name: value for name, value in settings.items() if value is not None}
+    models = list(models) if isinstance(models, nn.ModuleList) else models
     if isinstance(models, nn.Module) or not (callable(models) or isinstance(models, Sequence)):
         raise OptionError(
             "An ensemble needs several networks",
