@@ -6,13 +6,12 @@ import math
 import os
 import warnings
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lapis.batches import Batch, Inputs, batch_length, batches, describe, digest, map_tensors, take
+from lapis.batches import Inputs, batch_length, describe, map_tensors, take
 from lapis.checkpoint import Checkpoint
 from lapis.curvature.tape import Tape
 from lapis.errors import LapisWarning, MemoryBudgetError, ModelError, OptionError
@@ -26,10 +25,11 @@ from lapis.posteriors.variational import Inference, VariationalPosterior
 from lapis.priors import Prior, WeightPrior, as_prior
 from lapis.progress import track
 from lapis.training.budget import EXAMPLES, STEPS, default_batch_size, plan_budget
-from lapis.training.data import own_randomness, shuffled, survey
+from lapis.training.data import own_randomness, survey
 from lapis.training.variational.approximation import Approximation, small_deviations
 from lapis.training.variational.ascent import Ascent
 from lapis.training.variational.perturbation import Draws
+from lapis.training.variational.reading import Reading
 
 ROUND = 50
 """Steps, at least, that draw from one seed: a checkpoint can be written after these."""
@@ -130,11 +130,8 @@ def variational(
     if steps is None:
         steps = math.ceil(STEPS * max(1.0, math.sqrt(found.n_data / EXAMPLES)))
 
-    def numbered(number: int) -> torch.Generator:
-        """The source of one round, so that a fit that goes on ends as it would have."""
-        return torch.Generator(network.device).manual_seed((seed + number) % 2**63)
-
-    q = _start(network, weight_prior, mean, deviation, rank, numbered(0))
+    reading = Reading(data, network, size, seed)
+    q = _start(network, weight_prior, mean, deviation, rank, reading.source(0))
     settings = {
         "steps": steps, "draws": draws, "rank": rank, "tune": tune, "noise": noise, "batch_size": size, "seed": seed,
         "reparameterisation": reparameterisation, "learning_rate": budget.learning_rate, "likelihood": repr(family),
@@ -142,19 +139,13 @@ def variational(
         "start": tensors_digest({"mean": q.mean, "deviation": q.log_deviation}),
         "prior": tensors_digest({"precision": weight_prior.vector(), "mean": weight_prior.mean}),
     }  # fmt: skip
-
-    def everything() -> _Digested:
-        """One pass over the data in their own order."""
-        return _Digested(batches(data, dtype=network.dtype, device=network.device, batch_size=size)[0])
-
     if checkpoint is not None:
-        with own_randomness(network, seed):
-            settings["data"] = everything().exhausted()
+        settings["data"] = reading.digest()
     kept = Checkpoint(checkpoint, "variational fit", settings, network.key())
     with network.prepared(), kept.guarded():
         outputs = _first_look(network, family, found.example)
         local = reparameterisation == "local"
-        drawn = Draws.found(network, q, _sizes(found.example), numbered(0)) if local else Draws(network, q)
+        drawn = Draws.found(network, q, _sizes(found.example), reading.source(0)) if local else Draws(network, q)
         log_noise = None
         if noise and family.noise is not None:
             log_noise = family.noise.detach().log().to(network.device).requires_grad_()
@@ -163,41 +154,54 @@ def variational(
         )
         if kept.tensors:
             ascent.load(kept.tensors, kept.facts)
-
-        passes = math.ceil(ROUND / found.n_batches)
-
-        def rounds() -> Iterator[int]:
-            while ascent.done < steps:
-                yield ascent.rounds + 1
-
-        total = math.ceil((steps - ascent.done) / (passes * found.n_batches))
-        for number in track(rounds(), "variational inference", total, progress):
-            with own_randomness(network, seed + number):
-                stream = chain.from_iterable(shuffled(data, network, size) for _ in range(passes))
-                ascent.climb(stream, numbered(number))
-            if checkpoint is not None:
-                kept.offer(*ascent.state())
-        with own_randomness(network, seed):
-            held = everything()
-            log_likelihoods = ascent.evaluate(held, numbered(-1))
+        _climb(ascent, reading, found.n_batches, kept, progress)
+        with reading.randomness():
+            held = reading.whole()
+            log_likelihoods = ascent.evaluate(held, reading.source(-1))
     if checkpoint is not None:
         kept.offer(*ascent.state(), now=True)
-    divergence = float(q.divergence(ascent.prior).detach())
-    converged, reason = ascent.convergence()
-    if not converged:
+    facts = Facts(found.n_data, outputs, network.signature, network.fingerprint(), memory_budget)
+    posterior = _posterior(ascent, network, facts, log_likelihoods, held.digest)
+    if not posterior.inference.converged:
         warnings.warn(
-            f"Variational inference has not converged: {reason}. Raise steps (now {steps:,}), or learning_rate.",
+            f"Variational inference has not converged: {posterior.inference.reason}. Raise steps (now {steps:,}), or "
+            "learning_rate.",
             LapisWarning,
             stacklevel=2,
         )
+    return posterior
+
+
+def _climb(ascent: Ascent, reading: Reading, n_batches: int, kept: Checkpoint, progress: bool | None) -> None:
+    """Make all steps that are left, in rounds after which the fit can be interrupted."""
+    passes = math.ceil(ROUND / n_batches)
+
+    def rounds() -> Iterator[int]:
+        while ascent.done < ascent.steps:
+            yield ascent.rounds + 1
+
+    total = math.ceil((ascent.steps - ascent.done) / (passes * n_batches))
+    for number in track(rounds(), "variational inference", total, progress):
+        with reading.randomness(number):
+            ascent.climb(reading.epochs(passes), reading.source(number))
+        if kept.path is not None:
+            kept.offer(*ascent.state())
+
+
+def _posterior(
+    ascent: Ascent, network: Network, facts: Facts, log_likelihoods: Tensor, fingerprint: int
+) -> VariationalPosterior:
+    """What the ascent led to; `log_likelihoods` of all data under a few draws each."""
+    q, converged, reason = ascent.q, *ascent.convergence()
+    divergence = float(q.divergence(ascent.prior).detach())
     with torch.no_grad():
-        where, factors = q.mean.detach(), q.factors()
+        mean, factors, likelihood = q.mean.detach(), q.factors(), ascent.current_likelihood()
     return VariationalPosterior(
         network=network,
-        likelihood=family if log_noise is None else family.with_noise(log_noise.detach().exp()),
-        facts=Facts(found.n_data, outputs, network.signature, network.fingerprint(), memory_budget),
-        mean=where,
-        point=where,
+        likelihood=likelihood,
+        facts=facts,
+        mean=mean,
+        point=mean,
         deviation=q.log_deviation.detach().exp(),
         factors=factors,
         weight_prior=ascent.prior,
@@ -206,13 +210,13 @@ def variational(
             elbo_error=float(log_likelihoods.std()) / math.sqrt(len(log_likelihoods)),
             divergence=divergence,
             trace=ascent.trace(),
-            steps=steps,
+            steps=ascent.steps,
             converged=converged,
             reason=reason,
-            each_example=tuple(sorted(drawn.each_example)),
-            tuned=tune,
-            noise=noise,
-            digest=held.digest,
+            each_example=tuple(sorted(ascent.draws.each_example)),
+            tuned=ascent.tunes_prior,
+            noise=ascent.log_noise is not None,
+            digest=fingerprint,
         ),
     )
 
@@ -306,22 +310,3 @@ def _vector(name: str, value: Any, network: Network, positive: bool) -> Tensor:
         )
     copied: Tensor = value.detach().to(network.device, network.dtype, copy=True)
     return copied
-
-
-class _Digested:
-    """Batches, with the fingerprint of all that were read."""
-
-    def __init__(self, stream: Iterator[Batch]) -> None:
-        self._stream = stream
-        self.digest = 0
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self._stream:
-            self.digest = (self.digest + digest(batch.inputs, batch.targets)) % 2**64
-            yield batch
-
-    def exhausted(self) -> int:
-        """The fingerprint after all remaining batches."""
-        for _ in self:
-            pass
-        return self.digest
