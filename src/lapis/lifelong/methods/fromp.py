@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lapis.batches import Inputs
 from lapis.errors import NotPositiveDefiniteError
-from lapis.lifelong.consolidation import consolidated
 from lapis.lifelong.heads import Columns, on_head
 from lapis.lifelong.learner import Learner, Task
 from lapis.lifelong.memory import Choice, Episode, Memory
+from lapis.lifelong.methods.consolidation import consolidated
 from lapis.lifelong.posterior_file import pack_posterior, unpack_posterior
 from lapis.likelihoods import Likelihood
 from lapis.posteriors.laplace.stored import LaplacePosterior

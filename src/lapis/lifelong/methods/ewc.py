@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapis.lifelong.consolidation import consolidated, curvature_diagonal
 from lapis.lifelong.learner import Learner, Task
+from lapis.lifelong.methods.consolidation import consolidated, curvature_diagonal
 from lapis.schema import tensor
 
 

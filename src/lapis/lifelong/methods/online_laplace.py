@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lapis.lifelong.consolidation import consolidated, curvature_product
 from lapis.lifelong.learner import Learner, Task
+from lapis.lifelong.methods.consolidation import consolidated, curvature_product
 from lapis.lifelong.posterior_file import pack_posterior, unpack_posterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
 
