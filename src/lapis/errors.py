@@ -45,6 +45,17 @@ class MemoryBudgetError(StructureError):
     """Refused before allocating: the work would not fit in the stated memory budget."""
 
 
+def check_fits(needed: int, memory_budget: int, what: str, *, do: str, made_of: str = "") -> None:
+    """MemoryBudgetError that says `what` unless so many bytes are within the budget."""
+    if needed > memory_budget:
+        raise MemoryBudgetError(
+            what,
+            expected=f"at most {memory_budget:,} bytes (memory_budget)",
+            got=f"{needed:,} bytes {made_of}".rstrip(),
+            do=do,
+        )
+
+
 class NotPositiveDefiniteError(StructureError):
     """A precision matrix with a negative eigenvalue (the Hessian away from a minimum, say)."""
 

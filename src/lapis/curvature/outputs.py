@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import all_finite
-from lapis.errors import MemoryBudgetError, ModelError
+from lapis.errors import ModelError, check_fits
 
 FACTOR_COPIES = 2
 """Arrays of the factors' size in memory while they are computed."""
@@ -66,13 +66,12 @@ def check_width(f: Tensor, outputs: int) -> None:
 def check_factors(f: Tensor, memory: int, remedy: str) -> None:
     """Raise MemoryBudgetError if factors S (B, T, C, C) of outputs f, in float64, do not fit in `memory` bytes."""
     needed = FACTOR_COPIES * 8 * f.numel() * f.shape[-1]
-    if needed > memory:
-        raise MemoryBudgetError(
-            f"The likelihood's curvature in {f.shape[-1]:,} outputs at {f.shape[:2].numel():,} positions does not fit",
-            expected=f"at most {memory:,} bytes (memory_budget)",
-            got=f"{needed:,} bytes",
-            do=f"use {remedy}, or a larger memory_budget",
-        )
+    check_fits(
+        needed,
+        memory,
+        f"The likelihood's curvature in {f.shape[-1]:,} outputs at {f.shape[:2].numel():,} positions does not fit",
+        do=f"use {remedy}, or a larger memory_budget",
+    )
 
 
 def check_outputs(f: Tensor, outputs: int) -> None:

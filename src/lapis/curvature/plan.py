@@ -118,7 +118,7 @@ def _sites(network: Network, uses: list[Use]) -> tuple[list[Site], set[str]]:
                     by_slot[slot.rows].append((use, slot))
     sites = list(joint.values())
     for members in by_slot.values():
-        sites.append(_single(network, members))
+        sites.append(_single(members))
     covered: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for site in sites:
         for slot in site.slots:
@@ -130,7 +130,7 @@ def _sites(network: Network, uses: list[Use]) -> tuple[list[Site], set[str]]:
     return sites, loose
 
 
-def _single(network: Network, members: list[tuple[Use, Slot]]) -> Site:
+def _single(members: list[tuple[Use, Slot]]) -> Site:
     """A site for one slot: of the kind on which all uses agree, else plain rows."""
     kinds = {(type(use), slot.view, slot.axes, slot.shape, use.weight is slot) for use, slot in members}
     use, slot = members[0]

@@ -24,7 +24,7 @@ from lapis.curvature.blocks.dense.matrix import inner_products
 from lapis.curvature.blocks.diagonal import DiagonalGaussian
 from lapis.curvature.plan import planned_tape
 from lapis.curvature.tape import Tape
-from lapis.errors import MemoryBudgetError
+from lapis.errors import check_fits
 from lapis.function_space.directed import directed
 from lapis.function_space.tangent import PART, Tangent
 from lapis.proofs import close
@@ -322,13 +322,12 @@ def part_length(memory_budget: int, nbytes: int) -> int:
 def check_matrix(rows: int, columns: int, itemsize: int, memory_budget: int) -> None:
     """MemoryBudgetError if a kernel matrix does not fit."""
     needed = rows * columns * itemsize
-    if needed > memory_budget:
-        raise MemoryBudgetError(
-            f"A kernel matrix of {rows:,} x {columns:,} outputs does not fit",
-            expected=f"at most {memory_budget:,} bytes (memory_budget)",
-            got=f"{needed:,} bytes",
-            do="take fewer examples, or the products of operator(x)",
-        )
+    check_fits(
+        needed,
+        memory_budget,
+        f"A kernel matrix of {rows:,} x {columns:,} outputs does not fit",
+        do="take fewer examples, or the products of operator(x)",
+    )
 
 
 def _nbytes(value: Any) -> int:

@@ -13,7 +13,7 @@ from matplotlib.colors import LinearSegmentedColormap
 # Okabe and Ito's palette, ordered so that the first two differ in lightness as well as hue.
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)
-INK, GREY, PALE = "#2B2B2B", "#8A8A8A", "#E6E6E6"
+INK, GREY = "#2B2B2B", "#8A8A8A"
 
 SHADES = LinearSegmentedColormap.from_list("lapis", ["white", "#CFE3F1", "#6FB1D8", BLUE])
 """From nothing to much."""

@@ -27,7 +27,7 @@ from lapis.curvature.blocks.kronecker.factors import KroneckerBlock, kronecker_b
 from lapis.curvature.blocks.lowrank import LowRankBlock
 from lapis.curvature.blocks.spectrum import GroupedSpectrum, Spectrum
 from lapis.curvature.recording.sites import Site
-from lapis.errors import MemoryBudgetError, OptionError
+from lapis.errors import MemoryBudgetError, OptionError, check_fits
 from lapis.priors import WeightPrior
 
 Structure = Literal["dense", "diagonal", "kronecker", "ekfac", "lowrank", "implicit"]
@@ -87,12 +87,12 @@ def resolve_structure(name: str, weights: int, memory_budget: int) -> tuple[Stru
             do="choose one of these",
         )
     structure = NAMES[name]
-    needed = dense_bytes(weights)
-    if structure == "dense" and needed > memory_budget:
-        raise MemoryBudgetError(
+    if structure == "dense":
+        check_fits(
+            dense_bytes(weights),
+            memory_budget,
             f"A dense posterior over {weights:,} weights does not fit",
-            expected=f"at most {memory_budget:,} bytes (memory_budget)",
-            got=f"{needed:,} bytes for the curvature of {weights:,} x {weights:,} weights and its factor in float64",
+            made_of=f"for the curvature of {weights:,} x {weights:,} weights and its factor in float64",
             do='choose fewer weights, structure="kronecker", "diagonal" or "implicit", or a larger memory_budget',
         )
     return structure, structure

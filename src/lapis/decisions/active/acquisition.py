@@ -121,7 +121,7 @@ def acquire(
         raise OptionError(
             "There are too few candidates", expected=f"at least n = {n}", got=str(count), do="raise candidates"
         )
-    best = ranked[: _affordable(posterior, count, n, by, candidates is not None)]
+    best = ranked[: _affordable(posterior, count, n, candidates is not None)]
     inputs = pick(pool, best.tolist(), posterior.network)
     return best[_together(posterior, inputs, n, by, samples, generator)]
 
@@ -154,7 +154,7 @@ def _together(
     return torch.tensor(greedy_gaussian(joint, roots, n, by == "diverse"))
 
 
-def _affordable(posterior: Posterior, count: int, n: int, by: str, asked: bool) -> int:
+def _affordable(posterior: Posterior, count: int, n: int, asked: bool) -> int:
     """How many candidates' joint covariance fits the memory budget; MemoryBudgetError if those asked for do not."""
     outputs = max(1, posterior.n_outputs)
     most = int((posterior.facts.memory_budget / (8 * COPIES)) ** 0.5 / outputs)
@@ -163,8 +163,8 @@ def _affordable(posterior: Posterior, count: int, n: int, by: str, asked: bool) 
     if asked or most < n:
         raise MemoryBudgetError(
             f"The joint covariance of {count} candidates with {outputs} outputs does not fit the memory budget",
-            expected=f"{8 * COPIES * (count * outputs) ** 2:,} bytes",
-            got=f"{posterior.facts.memory_budget:,}",
+            expected=f"at most {posterior.facts.memory_budget:,} bytes (memory_budget)",
+            got=f"{8 * COPIES * (count * outputs) ** 2:,} bytes",
             do=f'pass candidates={most}, or use by="bald"' if most >= n else 'use by="bald"',
         )
     return most

@@ -20,7 +20,7 @@ from lapis.curvature.blocks.scaled import ScaledGaussian
 from lapis.curvature.blocks.spectrum import GroupedSpectrum
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.curvature.sums import Curvature
-from lapis.errors import LapisWarning, MemoryBudgetError, OptionError
+from lapis.errors import LapisWarning, OptionError, check_fits
 from lapis.evidence import Training
 from lapis.function_space.kernels import BlockKernel
 from lapis.function_space.tangent import Tangent
@@ -139,14 +139,12 @@ class LaplacePosterior(LaplaceFamily):
 
     def precision(self) -> Tensor:
         """The whole precision matrix (P, P), float64: for checking, on small networks."""
-        needed = 8 * self.n_weights**2
-        if needed > self.facts.memory_budget:
-            raise MemoryBudgetError(
-                "The precision matrix does not fit",
-                expected=f"at most {self.facts.memory_budget:,} bytes (memory_budget)",
-                got=f"{needed:,} bytes",
-                do="use marginal_variance(), sample() or log_prob()",
-            )
+        check_fits(
+            8 * self.n_weights**2,
+            self.facts.memory_budget,
+            "The precision matrix does not fit",
+            do="use marginal_variance(), sample() or log_prob()",
+        )
         matrix = self.mean.new_zeros(self.n_weights, self.n_weights, dtype=torch.float64)
         indices = self.curvature.to_blocks(torch.arange(self.n_weights, device=self.network.device))
         for gaussian, index in zip(self.widened, indices, strict=True):

@@ -23,7 +23,7 @@ from lapis.curvature.outputs import check_outputs, check_spread, check_width
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.curvature.sums import Curvature
 from lapis.curvature.working_memory import predicted_at_once
-from lapis.errors import LapisWarning, MemoryBudgetError
+from lapis.errors import LapisWarning, MemoryBudgetError, check_fits
 from lapis.network import Network
 from lapis.predictions import LatentGaussian
 from lapis.proofs import close
@@ -204,13 +204,12 @@ def check_covariances(positions: int, outputs: int, itemsize: int, memory_budget
 def check_solves(rows: int, network: Network, memory_budget: int) -> None:
     """MemoryBudgetError if the rows of J of one example, which are solved for, do not fit."""
     needed = rows * network.dtype.itemsize * (2 * network.size + rows)
-    if needed > memory_budget:
-        raise MemoryBudgetError(
-            f"The Jacobian of one example, {rows:,} outputs and {network.size:,} weights, does not fit",
-            expected=f"at most {memory_budget:,} bytes (memory_budget)",
-            got=f"{needed:,} bytes",
-            do='predict with draws, posterior.draw(8).predict(x), or use structure="kronecker" or "diagonal"',
-        )
+    check_fits(
+        needed,
+        memory_budget,
+        f"The Jacobian of one example, {rows:,} outputs and {network.size:,} weights, does not fit",
+        do='predict with draws, posterior.draw(8).predict(x), or use structure="kronecker" or "diagonal"',
+    )
 
 
 def _gradients(jacobian: Jacobian) -> Tensor:
@@ -237,13 +236,13 @@ def check_joint(mean: Tensor, memory_budget: int, more: int = 0) -> None:
     """MemoryBudgetError if the covariance between all outputs (B, T, C), plus `more` bytes, does not fit."""
     total = mean.numel()
     needed = 8 * total**2 + more
-    if needed > memory_budget:
-        raise MemoryBudgetError(
-            f"The covariance between all outputs of {len(mean):,} examples does not fit",
-            expected=f"at most {memory_budget:,} bytes (memory_budget)",
-            got=f"{needed:,} bytes for {total:,} outputs",
-            do="predict fewer examples at once, or without joint=True",
-        )
+    check_fits(
+        needed,
+        memory_budget,
+        f"The covariance between all outputs of {len(mean):,} examples does not fit",
+        made_of=f"for {total:,} outputs",
+        do="predict fewer examples at once, or without joint=True",
+    )
 
 
 def _of_head(record: Record, network: Network, gaussians: Sequence[BlockGaussian], kind: LatentKind) -> Tensor | None:

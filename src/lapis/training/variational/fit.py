@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lapis.batches import Inputs, batch_length, describe, map_tensors, take
 from lapis.checkpoint import Checkpoint
 from lapis.curvature.tape import Tape
-from lapis.errors import LapisWarning, MemoryBudgetError, ModelError, OptionError
+from lapis.errors import LapisWarning, ModelError, OptionError, check_fits
 from lapis.files import tensors_digest
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
@@ -224,13 +224,12 @@ def _posterior(
 def _check_memory(network: Network, rank: int, memory_budget: int) -> None:
     """MemoryBudgetError if q, its gradient, Adam's two moments of that, and factors in float64 do not fit."""
     needed = network.size * (4 * (2 + rank) * network.dtype.itemsize + 8 * (2 + rank))
-    if needed > memory_budget:
-        raise MemoryBudgetError(
-            f"A Gaussian of rank {rank} over {network.size:,} weights does not fit",
-            expected=f"at most {memory_budget:,} bytes (memory_budget)",
-            got=f"{needed:,} bytes",
-            do="use a smaller rank, fewer weights, or a larger memory_budget",
-        )
+    check_fits(
+        needed,
+        memory_budget,
+        f"A Gaussian of rank {rank} over {network.size:,} weights does not fit",
+        do="use a smaller rank, fewer weights, or a larger memory_budget",
+    )
 
 
 def _first_look(network: Network, likelihood: Likelihood, example: Inputs) -> int:
