@@ -62,7 +62,7 @@ def same(one: lapis.Posterior, x: Any, other: lapis.Posterior, y: Any = X) -> No
 @pytest.mark.parametrize("form", ["dictionary", "object"])
 def test_labels_inside_a_dictionary_are_targets(name: str, form: str) -> None:
     plain = lapis.laplace(net(), (X, Y), "classification")
-    columns = {"features": X, "mask": torch.ones_like(X), name: Y}
+    columns = {"features": X, "mask": torch.ones_like(X, dtype=torch.float32), name: Y}
     loader = DataLoader(Items(**columns), batch_size=7)
     for data in (loader, Items(**columns), columns, [UserDict(columns)]):
         posterior = lapis.laplace(Named(form), data, "classification")

@@ -61,13 +61,13 @@ from lapis.training import Comparison, compare, ensemble, swag, train
 from lapis.training.variational.fit import variational
 
 if TYPE_CHECKING:
-    from lapis import data, export, imaging, plots
+    from lapis import data, estimators, export, imaging, plots
     from lapis.estimators import LaplaceClassifier, LaplaceRegressor
 else:
 
     def __getattr__(name: str) -> Any:
         """Rooms that most programs do not need, imported when first used."""
-        if name in ("data", "export", "imaging", "plots"):
+        if name in ("data", "estimators", "export", "imaging", "plots"):
             return import_module(f"lapis.{name}")
         if name in ("LaplaceClassifier", "LaplaceRegressor"):
             return getattr(import_module("lapis.estimators"), name)
@@ -139,6 +139,7 @@ __all__ = [
     "decisions",
     "dropout",
     "ensemble",
+    "estimators",
     "export",
     "imaging",
     "laplace",

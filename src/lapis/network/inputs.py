@@ -10,12 +10,14 @@ from lapis.network.network import Network
 
 
 def check_inputs(inputs: Any, network: Network, signature: str) -> Inputs:
-    """Inputs on the network's device; DataError if they are empty, not finite, or of another floating dtype."""
+    """Inputs on the network's device; DataError if they are empty, not finite, or of a floating dtype that is neither
+    the network's nor one that the fit saw (a float32 mask beside embeddings in float64)."""
     ready = as_inputs(inputs, network.dtype, network.device)
     if not tensors_in(ready) or batch_length(ready) == 0:
         raise nothing(signature, describe(ready))
     for tensor in tensors_in(ready):
-        if tensor.is_floating_point() and tensor.dtype != network.dtype:
+        known = tensor.dtype == network.dtype or f" {describe(tensor).split()[-1]}" in signature
+        if tensor.is_floating_point() and not known:
             raise DataError(
                 "The inputs have another dtype than the network",
                 expected=f"{network.dtype}" + (f" (the fit saw {signature})" if signature else ""),
