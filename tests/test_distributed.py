@@ -56,12 +56,14 @@ def fits(distributed: Any) -> dict[str, Any]:
         if isinstance(posterior, lapis.LaplacePosterior):
             found[f"{structure} seen"] = posterior.curvature.seen.tensor()
         found[f"{structure} draws"] = posterior.sample(2)
+    kronecker = lapis.laplace(model, (x, y), "classification", structure="kronecker", **options)
+    within = lapis.laplace(model, (x, y), "classification", structure="ekfac", basis=kronecker, **options)
+    found["ekfac in a basis"] = within.log_evidence()
     drawn = posterior.draw(2)  # type: ignore[attr-defined]
     found["draws by solves"] = drawn.deviations
     found["tuned by draws"] = posterior.tune(max_iterations=2, tolerance=10.0, samples=2).prior.precision  # type: ignore[union-attr]
     outputs = posterior.with_solver(space="outputs").draw(2)  # type: ignore[union-attr]
     found["draws in the space of outputs"] = outputs.deviations
-    kronecker = lapis.laplace(model, (x, y), "classification", structure="kronecker", **options)
     tuned = kronecker.tune()
     found["tuned"] = torch.tensor([float(tuned.weight_prior.precision), tuned.width])
     refined = kronecker.refine((x, y), distributed=distributed, max_rounds=3, tolerance=1.0, batch_size=6)

@@ -79,7 +79,7 @@ def test_factorisations_that_fail_are_explained() -> None:
 @pytest.mark.parametrize("structure", ["dense", "kronecker", "diagonal", "ekfac", "lowrank"])
 def test_curvature_that_overflows_is_an_error_of_the_fit(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # small ones do not: they use float64
-    for name in ("dense.gram.EXACT_SIZE", "kronecker.factors.EXACT_WIDTH", "lowrank.FEW"):
+    for name in ("dense.gram.EXACT_SIZE", "kronecker.factors.EXACT_WIDTH", "leading.FEW"):
         monkeypatch.setattr(f"lapis.curvature.blocks.{name}", 0)
     x, y = 1e30 * torch.randn(20, 3), torch.randn(20, 1)
     with pytest.raises(LapisError, match=r"finite.*Do"):

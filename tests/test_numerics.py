@@ -336,7 +336,7 @@ def test_lowrank_from_few_rows_or_from_few_weights_is_the_exact_decomposition() 
 
 
 def test_lowrank_says_what_float32_products_lose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lapis.curvature.blocks.lowrank.FEW", 0)
+    monkeypatch.setattr("lapis.curvature.blocks.leading.FEW", 0)
     (x, y), noise = data(40, dtype=F32), lapis.Gaussian(1e-4)
     with pytest.warns(lapis.LapisWarning, match=r"lost in torch.float32.*model\.double\(\)"):
         lapis.laplace(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), (x, y), noise, structure="lowrank")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import lapis
 from lapis.curvature import seen
+from lapis.curvature.blocks import lowrank
 from lapis.curvature.seen import Seen
 
 DOUBLE = torch.float64
@@ -24,13 +26,16 @@ def problem(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
     return model.to(DOUBLE), x, torch.randint(3, (23,))
 
 
-@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker"])
+@pytest.mark.parametrize("structure", ["dense", "diagonal", "kronecker", "ekfac"])
 def test_uneven_shards_add_up_to_the_whole_and_come_apart_again(structure: str, tmp_path: Path) -> None:
     model, x, y = problem()
     options: Any = {"likelihood": "categorical", "structure": structure}
     whole = lapis.laplace(model, (x, y), prior=2.0, weights="all", **options)
     cuts = [(0, 4), (4, 17), (17, 23)]
-    shards = []
+    shards, basis = [], None
+    if structure == "ekfac":
+        parts = [lapis.statistics(model, (x[start:stop], y[start:stop]), "categorical") for start, stop in cuts]
+        options["basis"] = basis = sum(parts)
     for number, (start, stop) in enumerate(cuts):
         shard = lapis.statistics(model, (x[start:stop], y[start:stop]), **options)
         shard.save(tmp_path / f"{number}")
@@ -45,6 +50,8 @@ def test_uneven_shards_add_up_to_the_whole_and_come_apart_again(structure: str, 
         torch.testing.assert_close(made.predict(x).probs, whole.predict(x).probs, rtol=1e-9, atol=1e-10)
     rest = (total - shards[1]).posterior(2.0)
     kept = torch.tensor([*range(4), *range(17, 23)])
+    if basis is not None:
+        options["basis"] = basis.fit
     without = lapis.laplace(model, (x[kept], y[kept]), prior=2.0, weights="all", **options)
     torch.testing.assert_close(rest.precision(), without.precision(), rtol=1e-8, atol=1e-9)
     torch.testing.assert_close(rest.log_evidence(), without.log_evidence(), rtol=1e-9, atol=1e-9)
@@ -80,10 +87,80 @@ def test_what_does_not_belong_together_is_refused() -> None:
     more = lapis.statistics(model, (x[9:12], y[9:12]), "categorical", structure="diagonal")
     with pytest.raises(TypeError):
         part + 3
-    for structure in ("implicit", "lowrank", "ekfac"):
-        with pytest.raises(lapis.LapisError, match="sum"):
-            lapis.statistics(model, (x, y), "categorical", structure=structure)
+    with pytest.raises(lapis.LapisError, match=r'holds its data.*distributed="shards"'):
+        lapis.statistics(model, (x, y), "categorical", structure="implicit")
     assert (part + more - part).n_data == 3
+
+
+def test_weights_chosen_by_the_data_of_a_part_are_told_apart() -> None:
+    model, x, y = problem()
+    chosen = lapis.Subnetwork(40)
+    with pytest.raises(lapis.OptionError, match=r"from_="):
+        sum(lapis.statistics(model, (x[part], y[part]), "categorical", weights=chosen) for part in ([0, 1], [2, 3, 4]))
+    diagonal = lapis.statistics(model, (x, y), "categorical", structure="diagonal").posterior()
+    chosen = lapis.Subnetwork(6, from_=diagonal)
+    parts = [lapis.statistics(model, (x[part], y[part]), "categorical", weights=chosen) for part in ([0, 1], [2, 3])]
+    assert sum(parts).fit.n_weights == 6
+
+
+def test_ekfac_sums_are_of_one_basis() -> None:
+    model, x, y = problem()
+    halves = (x[:9], y[:9]), (x[9:], y[9:])
+    one, two = (lapis.statistics(model, half, "categorical", structure="ekfac") for half in halves)
+    with pytest.raises(lapis.OptionError, match=r"another basis.*basis="):
+        one + two
+    again = one + lapis.statistics(model, halves[1], "categorical", structure="ekfac", basis=one)
+    batches = iter(list(halves))  # read once
+    whole = lapis.laplace(model, batches, "categorical", structure="ekfac", weights="all", basis=one.fit)
+    torch.testing.assert_close(again.posterior().precision(), whole.precision(), rtol=1e-10, atol=1e-10)
+    basis = lapis.statistics(model, (x, y), "categorical")
+    for change, words in (
+        ({"structure": "kronecker"}, "basis has no meaning"),
+        ({"weights": "last_layer"}, "another choice of weights"),
+        ({"basis": lapis.statistics(problem(1)[0], (x, y), "categorical")}, "another network"),
+        ({"basis": lapis.statistics(model, (x, y), "categorical", structure="dense")}, "another structure.*dense"),
+    ):
+        options: Any = {"structure": "ekfac", "basis": basis} | change
+        with pytest.raises(lapis.OptionError, match=words):
+            lapis.statistics(model, halves[0], "categorical", **options)
+    separate = lapis.laplace(model, (x, y), "categorical", structure="kronecker", weights="all", bias="separate")
+    with pytest.raises(lapis.OptionError, match="treatment of positions and biases"):
+        lapis.laplace(model, (x, y), "categorical", structure="ekfac", weights="all", basis=separate)
+
+
+def test_low_rank_sums_keep_what_each_part_kept_and_know_what_they_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, y = problem()
+
+    @cache
+    def part(start: int, stop: int, structure: str = "lowrank", rank: int | None = None) -> lapis.Statistics:
+        return lapis.statistics(model, (x[start:stop], y[start:stop]), "categorical", structure=structure, rank=rank)
+
+    def missing(found: lapis.Statistics, start: int, stop: int) -> Tensor:
+        exact = part(start, stop, "dense").posterior()
+        return torch.linalg.eigvalsh(exact.precision() - found.posterior().precision())
+
+    full = part(0, 8, rank=40) + part(8, 23, rank=60)
+    assert full.omitted < 1e-10
+    assert missing(full, 0, 23).abs().max() < 1e-9
+    full.save(tmp_path / "sum")
+    rest = lapis.load_statistics(tmp_path / "sum", model) - part(0, 8, rank=40)
+    assert missing(rest, 8, 23).abs().max() < 1e-9
+    few = part(0, 8, rank=3) + part(8, 23, rank=5)
+    assert few.fit.choices[-1] == f"rank 8: a sum, without curvature up to {few.omitted:.3g}"
+    with pytest.warns(lapis.LapisWarning, match="leave out curvature up to"):
+        left = missing(few, 0, 23)
+    assert left.min() > -1e-9
+    assert 0.2 * few.omitted < left.max() <= few.omitted
+    monkeypatch.setattr(lowrank, "MOST_ADAPTIVE", 6)
+    with pytest.warns(lapis.LapisWarning, match="cut at rank 6"):
+        cut = part(0, 8, rank=3) + part(8, 23, rank=5)
+    assert few.omitted < cut.omitted
+    with pytest.warns(lapis.LapisWarning):
+        assert missing(cut, 0, 23).max() <= cut.omitted
+    with pytest.raises(lapis.DataError, match="in the other already"):
+        full + part(8, 23, rank=60)
 
 
 def test_examples_that_are_shared_or_not_there_are_noticed(tmp_path: Path) -> None:

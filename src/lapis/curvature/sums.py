@@ -121,6 +121,12 @@ class Curvature:
                 for blocks in (self.blocks, *(self.apart or ())):
                     blocks[number].begin(ready)
 
+    def begin_in(self, basis: Curvature) -> None:
+        """Give the blocks the bases of other sums for the same sites, which stay as they are."""
+        for number, theirs in enumerate(basis.blocks):
+            for blocks in (self.blocks, *(self.apart or ())):
+                blocks[number].begin(theirs)
+
     def keep_apart(self, memory: int) -> bool:
         """Keep the outputs apart from now on if the structure can, and they are few and fit in `memory` bytes."""
         each = sum(block.nbytes for block in self.blocks)

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from lapis.curvature.blocks.partition import NAMES
 from lapis.distributed import sums
 from lapis.distributed.sums import Statistics
 from lapis.errors import DataError, LapisError, OptionError, RankError
@@ -39,6 +40,8 @@ def statistics(
     *,
     structure: str = "kronecker",
     weights: Weights | Subnetwork = "all",
+    rank: int | None = None,
+    basis: Statistics | None = None,
     batch_size: int | None = None,
     memory_budget: int = MEMORY_BUDGET,
     retries: int = 3,
@@ -56,8 +59,10 @@ def statistics(
             function without arguments that returns such data: it runs where the task does, so that data that lie
             there (files, a database) need not travel.
         likelihood: as in `lapis.laplace`.
-        structure: "dense", "diagonal" or "kronecker".
-        weights: which weights, as in `lapis.laplace`.
+        structure: "dense", "diagonal", "kronecker", "ekfac" (with a `basis`) or "lowrank".
+        weights: which weights, as in `lapis.laplace`; the same for all shards.
+        rank: eigenpairs that each shard keeps, for "lowrank".
+        basis: for "ekfac", statistics whose eigenvectors are used: those of the same shards by "kronecker".
         batch_size: for data that are not batched yet.
         memory_budget: bytes of working memory of one task.
         retries: how often Ray runs a task again whose worker died, or that raised an OSError (files, network).
@@ -73,13 +78,20 @@ def statistics(
         raise DataError("There are no shards", expected="at least one part of the data", got="none", do="pass some")
     if fan_in < 2:
         raise OptionError("A sum has at least two terms", expected="fan_in >= 2", got=str(fan_in), do="leave it out")
+    if NAMES.get(structure) == "ekfac" and basis is None:
+        raise OptionError(
+            "EKFAC statistics add up in one basis only",
+            expected="basis=statistics of the same shards with structure='kronecker'",
+            got="basis=None",
+            do="make those first, and pass them",
+        )
     engine = _ray()
-    options: dict[str, Any] = {"structure": structure, "weights": weights, "batch_size": batch_size}
+    options: dict[str, Any] = {"structure": structure, "weights": weights, "rank": rank, "batch_size": batch_size}
     options |= {"memory_budget": memory_budget, "progress": False, "likelihood": likelihood}
     retrying: dict[str, Any] = {"max_retries": retries, "retry_exceptions": [OSError], "num_cpus": cpus}
     shard_task = engine.remote(num_returns=2, **retrying)(_of_shard)
     sum_task = engine.remote(**retrying)(_sum)
-    sent = engine.put(model)
+    sent, sent_basis = engine.put(model), engine.put(None if basis is None else _packed(model, basis))
     tree = _Tree(lambda parts: sum_task.remote(sent, *parts), fan_in)
     running: dict[Any, int] = {}
     room = WAITING * max(1, int(engine.cluster_resources().get("CPU", 1) / cpus))
@@ -88,7 +100,7 @@ def statistics(
         for number, shard in enumerate(shards):
             if len(running) >= room:
                 yield _first(engine, running)
-            packed, counted = shard_task.remote(sent, shard, options)
+            packed, counted = shard_task.remote(sent, shard, sent_basis, options)
             tree.add(packed)
             running[counted] = number
         while running:
@@ -171,9 +183,10 @@ def _result(engine: Any, reference: Any, what: str) -> Any:
 # tasks -------------------------------------------------------------------------------------------
 
 
-def _of_shard(model: nn.Module, shard: Any, options: dict[str, Any]) -> tuple[bytes, int]:
+def _of_shard(model: nn.Module, shard: Any, basis: bytes | None, options: dict[str, Any]) -> tuple[bytes, int]:
     """The statistics of a shard, packed, and its number of examples."""
-    found = sums.statistics(model, shard() if callable(shard) else shard, **options)
+    within = None if basis is None else _unpacked(model, basis)
+    found = sums.statistics(model, shard() if callable(shard) else shard, basis=within, **options)
     return _packed(model, found), found.n_data
 
 

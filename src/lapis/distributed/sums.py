@@ -2,20 +2,25 @@
 
     statistics(all data) = statistics(shard 1) + statistics(shard 2) + ...
 
-to rounding, for dense, diagonal and Kronecker structures: the posterior does not depend on who saw which example.
+to rounding, for dense, diagonal and Kronecker structures: the posterior does not depend on who saw which example. The
+same holds for EKFAC statistics in one basis, which is found from Kronecker statistics. Low-rank statistics add up to
+what each of them kept of its data, and know a bound on what they left out.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lapis.curvature.blocks.lowrank import LowRankBlock
+from lapis.curvature.blocks.partition import NAMES
 from lapis.curvature.sample import Sample
+from lapis.curvature.sums import Curvature
 from lapis.errors import DataError, LapisWarning, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.network import Weights
@@ -23,12 +28,23 @@ from lapis.options import check_arguments
 from lapis.posteriors import LaplacePosterior, load
 from lapis.posteriors.laplace.arithmetic.merging import agreement
 from lapis.posteriors.laplace.fit import laplace
+from lapis.posteriors.laplace.passes import basis_digest
 from lapis.posteriors.laplace.subnetwork import Subnetwork
 from lapis.posteriors.posterior import MEMORY_BUDGET
 from lapis.priors import Prior
 
 FEW = 8
 """Fewer examples than so many, all of them in another sum, may be other examples with equal numbers."""
+
+OMITTED = 0.1
+"""Curvature beyond this fraction of the smallest prior precision that was left out causes a warning."""
+
+REMEDIES = {
+    "basis": 'pass basis=... to each: the sum of their Kronecker statistics (structure="kronecker")',
+    "choice of single weights": "choose them once: Subnetwork(n, from_=posterior of some data), or masks",
+    "chosen weights": "choose the same weights: Subnetwork(n, from_=posterior of some data), masks or names",
+}
+"""What to do where statistics differ in one thing, if it is more than making them alike."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,7 +90,7 @@ class Statistics:
         sums = self.fit.curvature.plus(other.fit.curvature, 1.0)
         for batch in other.fit.sample_of_data():
             sums.sample.add(batch)
-        return Statistics(self.fit._with_sums(sums))
+        return Statistics(self._with_sums(sums))
 
     def __radd__(self, other: Any) -> Statistics:
         """So that `sum(shards)` works, which starts from 0."""
@@ -102,12 +118,29 @@ class Statistics:
             )
         sums = self.fit.curvature.plus(other.fit.curvature, -1.0)
         sums.sample = Sample()  # it may hold examples that have left
-        rest = self.fit._with_sums(sums)
+        rest = self._with_sums(sums)
         for block in rest.curvature.blocks:
             block.clamp()
         for gaussian in rest.gaussians:
             gaussian.check()
         return Statistics(rest)
+
+    def _with_sums(self, sums: Curvature) -> LaplacePosterior:
+        fit = self.fit._with_sums(sums)
+        if fit.structure == "lowrank":
+            rank = sum(len(block.values) for block in sums.blocks if isinstance(block, LowRankBlock))
+            note = f"rank {rank}: a sum, without curvature up to {self._omitted(sums):.3g}"
+            fit = replace(fit, choices=(*fit.choices[:-1], note))
+        return fit
+
+    @staticmethod
+    def _omitted(sums: Curvature) -> float:
+        return max([float(block.omitted) for block in sums.blocks if isinstance(block, LowRankBlock)], default=0.0)
+
+    @property
+    def omitted(self) -> float:
+        """No direction has more curvature than this that is not in the sums: 0 but for the low-rank structure."""
+        return self._omitted(self.fit.curvature)
 
     def _check_overlap(self, other: Statistics) -> None:
         """DataError where all examples of one are in the other; a warning where some are."""
@@ -131,7 +164,17 @@ class Statistics:
 
     def posterior(self, prior: Prior | float | Tensor = 1.0) -> LaplacePosterior:
         """The Laplace posterior of these data under a prior; no pass over data."""
-        return self.fit.with_prior(prior)
+        found = self.fit.with_prior(prior)
+        least = float(found.weight_prior.precision.detach().min())
+        if self.omitted > OMITTED * least:
+            warnings.warn(
+                f"These low-rank sums leave out curvature up to {self.omitted:.3g}, for a prior precision of "
+                f"{least:.3g}: variances can be too large by that ratio. Use a larger rank, fewer parts, or another "
+                "structure.",
+                LapisWarning,
+                stacklevel=2,
+            )
+        return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sums to one file, for `lapis.load_statistics(path, model)`."""
@@ -141,16 +184,15 @@ class Statistics:
         """OptionError unless both are about one network, with the same options."""
         mine, theirs = agreement(self.fit), agreement(other.fit)
         mine["network"], theirs["network"] = self.fit.facts.fingerprint, other.fit.facts.fingerprint
+        mine["basis"], theirs["basis"] = (basis_digest(each.fit.curvature) for each in (self, other))
         for name, value in mine.items():
             if theirs[name] != value:
                 raise OptionError(
                     f"The statistics have another {name}",
                     expected=str(value)[:200],
                     got=str(theirs[name])[:200],
-                    do="make them alike, with the same network",
+                    do=REMEDIES.get(name, "make them alike, with the same network"),
                 )
-        for block in self.fit.curvature.blocks:
-            block.check_additive(others=True)
 
 
 def statistics(
@@ -161,6 +203,8 @@ def statistics(
     structure: str = "kronecker",
     weights: Weights | Subnetwork = "all",
     curvature: str = "ggn",
+    rank: int | None = None,
+    basis: Statistics | None = None,
     generator: torch.Generator | None = None,
     batch_size: int | None = None,
     memory_budget: int = MEMORY_BUDGET,
@@ -172,9 +216,15 @@ def statistics(
         model: the trained network, the same wherever statistics are made.
         data: some of the data, in any form that `lapis.laplace` takes.
         likelihood: as in `lapis.laplace`; a noise that is not known can be tuned later.
-        structure: "dense", "diagonal" or "kronecker".
-        weights: which weights, as in `lapis.laplace`.
+        structure: "dense", "diagonal", "kronecker", "ekfac" or "lowrank". EKFAC statistics add up in one basis only:
+            see `basis`. Low-rank ones keep eigenvalues above 0.01 unless a `rank` is given; what all parts left out
+            adds up, is known (`omitted`), and where it is much for a prior `posterior` warns.
+        weights: which weights, as in `lapis.laplace`. Parts add up only if all chose the same: for a `Subnetwork`
+            give it the variances to choose by.
         curvature: as in `lapis.laplace`.
+        rank: eigenpairs kept by low-rank statistics.
+        basis: for "ekfac", statistics whose eigenvectors are used, Kronecker (of all data, summed: the result is then
+            that of an EKFAC fit to all data) or EKFAC. Without it the basis is found from these data.
         generator: source of randomness for sampled curvature; seeded with 0 when not given.
         batch_size: for data that are not batched yet.
         memory_budget: bytes of working memory.
@@ -188,14 +238,13 @@ def statistics(
     <kronecker LaplacePosterior, 2 weights, 30 examples, gaussian>
     """
     check_arguments(statistics, locals(), apart=("likelihood", "weights"))
-    fit = laplace(
+    if NAMES.get(structure) == "implicit":
+        raise _no_sums(f"structure={structure!r}")
+    within = None if basis is None else basis.fit
+    fit: LaplacePosterior = laplace(
         model, data, likelihood, structure=structure, weights=weights, curvature=curvature, generator=generator,
-        batch_size=batch_size, memory_budget=memory_budget, progress=progress,
+        batch_size=batch_size, memory_budget=memory_budget, progress=progress, rank=rank, basis=within,
     )  # fmt: skip
-    if not isinstance(fit, LaplacePosterior):
-        raise _no_sums(structure)
-    for block in fit.curvature.blocks:
-        block.check_additive(others=True)
     return Statistics(fit)
 
 
@@ -206,16 +255,15 @@ def load_statistics(path: str | os.PathLike[str], model: nn.Module, likelihood: 
     """
     fit = load(path, model, likelihood)
     if not isinstance(fit, LaplacePosterior):
-        raise _no_sums(type(fit).__name__)
-    for block in fit.curvature.blocks:
-        block.check_additive(others=True)
+        raise _no_sums(f"a file with a {type(fit).__name__}")
     return Statistics(fit)
 
 
 def _no_sums(got: str) -> OptionError:
     return OptionError(
-        "Only stored curvature is a sum that can be added",
-        expected='structure "dense", "diagonal" or "kronecker"',
+        "Only stored curvature is a sum that can be added; an implicit posterior holds its data instead",
+        expected='structure "dense", "diagonal", "kronecker", "ekfac" or "lowrank"',
         got=got,
-        do="choose one of these",
+        do='choose one of these; or bring the data together: lapis.laplace(..., structure="implicit", '
+        'distributed="shards") under torch.distributed, which leaves them where they are',
     )

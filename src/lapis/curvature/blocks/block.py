@@ -172,14 +172,13 @@ class Block(ABC):
         """Tensors of the state that are sums over data; none where old and new data do not add up."""
         return tuple(self.layout())
 
-    @property
-    def has_own_basis(self) -> bool:
-        """Whether the sums refer to a basis that is found from the data."""
-        return False
+    def basis(self) -> list[Tensor]:
+        """What the sums refer to: sums in other bases do not add up. Empty where that is the weights themselves."""
+        return []
 
     def check_additive(self, others: bool = False) -> None:
         """Raise StructureError unless data can be taken out, or, with `others`, sums of other fits added."""
-        if not self.added or (others and self.has_own_basis):
+        if not self.added or (others and self.basis()):
             raise StructureError(
                 f"The curvature of a {self.kind} posterior is no sum over data"
                 + (" of several fits" if others else ""),

@@ -2,16 +2,15 @@
 
     A ~ U^T D U + Lambda,    U (r, P) orthonormal rows, D > 0
 
-What is left out are directions whose curvature is small beside the prior: there the prior decides.
+What is left out are directions whose curvature is small beside the prior: there the prior decides. Sums of two such
+matrices are of this form, with their ranks together; what either of them left out stays left out.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,44 +22,25 @@ from lapis.curvature.blocks.block import Block, BlockGaussian, common_group, sit
 from lapis.curvature.blocks.dense.gram import strips
 from lapis.curvature.blocks.dense.matrix import inner_products
 from lapis.curvature.blocks.spectrum import Spectrum
-from lapis.curvature.outputs import curvature_not_finite
 from lapis.curvature.recording.sites import Site
-from lapis.errors import LapisWarning, MemoryBudgetError, NotPositiveDefiniteError, StructureError
-from lapis.network import Network
+from lapis.errors import LapisWarning, NotPositiveDefiniteError, StructureError
 from lapis.priors import WeightPrior
-from lapis.solvers import Operator, lanczos_eigenpairs
-
-RANK_FRACTION = 0.01
-"""An adaptive rank keeps eigenvalues above this fraction of the smallest prior precision: what is left out changes no
-variance by more than a hundredth."""
 
 MOST_ADAPTIVE = 1000
-"""Largest rank that is chosen automatically."""
+"""Largest rank that is chosen automatically, or that a sum has."""
 
-TOLERANCE_POWER = 0.75
-"""Lanczos' tolerance is eps to this power, relative to the largest eigenvalue: 2e-12 in float64, 6e-6 in float32."""
-
-TINY = 1e-300
-"""The smallest threshold for eigenvalues: those of a rank-deficient GGN that are zero are never asked for."""
-
-FEW = 512
-"""Up to this many rows or columns of its root S^T J, a GGN in less than float64 is decomposed from that root."""
-
-ROOT_FLOOR = 1e-12
-"""Smallest eigenvalue, relative to the largest, that a root with entries exact to float32's eps determines."""
+ROUNDING = 1e-14
+"""Eigenvalues of a sum below this fraction of its largest, for each of them, are those of a matrix of lower rank."""
 
 COLUMNS = 2**16
 """Weights of which draws are coloured together: no other copy of a draw is made."""
 
-MARGIN = 1e-6
-"""By this fraction an eigenvalue must exceed the smallest kept one to replace it."""
-
 
 class LowRankBlock(Block):
-    """Eigenvalues (r,) and eigenvectors (r, size) of the curvature, in float64. Not a sum over data."""
+    """Eigenvalues (r,) and eigenvectors (r, size) of the curvature, in float64; others up to `omitted` are left out."""
 
     kind = "lowrank"
-    nonnegative = ("values",)
+    nonnegative = ("values", "omitted")
     orthonormal = ("vectors",)
     takes_rows = True
 
@@ -68,6 +48,7 @@ class LowRankBlock(Block):
         super().__init__(sites)
         self.values = torch.zeros(0, dtype=torch.float64)
         self.vectors = torch.zeros(0, self.size, dtype=torch.float64)
+        self.omitted = torch.zeros((), dtype=torch.float64)
         self._grams: tuple[object, Tensor] | None = None
 
     def accumulate(self, contributions: Sequence[Contribution], first: bool) -> None:
@@ -81,6 +62,30 @@ class LowRankBlock(Block):
     @property
     def added(self) -> tuple[str, ...]:
         return ()
+
+    def plus(self, other: Block, weight: float) -> LowRankBlock:
+        """The sum U^T D U + weight V^T E V from a QR decomposition of both vectors, and eigenvalues in its small basis.
+
+        Of a difference the negative eigenvalues are dropped: they come from what `other` kept and this one did not.
+        """
+        assert isinstance(other, LowRankBlock)
+        values = torch.cat([self.values, weight * other.values])
+        basis, factor = torch.linalg.qr(torch.cat([self.vectors, other.vectors]).mT)
+        found, rotation = (part.flip(-1) for part in torch.linalg.eigh((factor * values) @ factor.mT))
+        least = ROUNDING * len(values) * float(values.abs().max()) if len(values) else 0.0
+        count = min(int((found > least).sum()), MOST_ADAPTIVE)
+        omitted = (self.omitted + other.omitted).clamp(max=torch.finfo(torch.float64).max)
+        if count < len(found) and float(found[count]) > least:
+            omitted = omitted + found[count]
+            warnings.warn(
+                f"A sum of low-rank curvatures was cut at rank {count:,}: its eigenvalues up to {float(omitted):.3g} "
+                "are left out.",
+                LapisWarning,
+                stacklevel=5,
+            )
+        total = LowRankBlock(self.sites)
+        total.load({"values": found[:count], "vectors": (basis @ rotation[:, :count]).mT, "omitted": omitted})
+        return total
 
     def grams(self, prior: WeightPrior) -> Tensor | None:
         """U_g U_g^T of each prior group, (G, r, r), found once for a grouping; None when every weight is a group."""
@@ -116,13 +121,18 @@ class LowRankBlock(Block):
         return [(group, Spectrum(torch.cat([self.values.cpu(), zeros]), counts))]
 
     def state(self) -> dict[str, Tensor]:
-        return {"values": self.values, "vectors": self.vectors}
+        return {"values": self.values, "vectors": self.vectors, "omitted": self.omitted}
 
     def layout(self) -> dict[str, tuple[int, ...]]:
-        return {"values": (-1,), "vectors": (-1, self.size)}
+        return {"values": (-1,), "vectors": (-1, self.size), "omitted": ()}
+
+    def check_state(self, state: dict[str, Tensor], part: bool = False) -> dict[str, Tensor]:
+        unknown = {"omitted": torch.full((), torch.finfo(torch.float64).max, dtype=torch.float64)}
+        return super().check_state(unknown | state, part)  # files that are older than the bound
 
     def load(self, state: dict[str, Tensor]) -> None:
         self.values, self.vectors = state["values"], state["vectors"]
+        self.omitted = state.get("omitted", self.omitted)
         self._grams = None
 
 
@@ -236,163 +246,3 @@ class LowRankGaussian(BlockGaussian):
     def matrix(self) -> Tensor:
         u = self.block.vectors
         return torch.diag(self.prior) + (u.mT * (self.scale * self.block.values)) @ u
-
-
-@dataclass(frozen=True)
-class Leading:
-    """The largest eigenvalues (r,) of a GGN and their vectors (r, P), descending; `note` says how many and why."""
-
-    values: Tensor
-    vectors: Tensor
-    note: str
-    converged: bool
-
-
-class Products(Protocol):
-    """A curvature R^T R through its products with vectors (k, P), and those of its root R (rows, P)."""
-
-    @property
-    def rows(self) -> int: ...
-    def product(self, vectors: Tensor) -> Tensor: ...
-    def root(self, vectors: Tensor) -> Tensor: ...
-    def root_transposed(self, rows: Tensor) -> Tensor: ...
-
-
-def load_leading(
-    block: Block,
-    products: Products,
-    network: Network,
-    *,
-    rank: int | None,
-    threshold: float,
-    memory_budget: int,
-    generator: torch.Generator,
-    progress: bool | None,
-) -> Leading:
-    """Fill the block with the leading eigenpairs of a curvature: see `leading_eigenpairs`."""
-    few = min(products.rows, network.size)
-    in_memory = 32 * products.rows * network.size <= memory_budget
-    if network.dtype != torch.float64 and few <= FEW and in_memory:
-        found = _of_root(products, network, rank, threshold, memory_budget)
-    else:
-        found = leading_eigenpairs(
-            Operator(products.product, network.size, network.dtype, network.device, "symmetric"),
-            rank=rank,
-            threshold=threshold,
-            bound=products.rows,
-            memory_budget=memory_budget,
-            generator=generator,
-            progress=progress,
-        )
-    ordered = torch.cat([site.gather(found.vectors, network).flatten(1) for site in block.sites], 1)
-    block.load({"values": found.values, "vectors": ordered})
-    if not found.converged:
-        warnings.warn(
-            f"Not all of the {len(found.values)} leading eigenpairs were found to their tolerance; "
-            "use float64, or a smaller rank.",
-            LapisWarning,
-            stacklevel=5,
-        )
-    return found
-
-
-def _of_root(products: Products, network: Network, rank: int | None, threshold: float, memory_budget: int) -> Leading:
-    """As `leading_eigenpairs`, from the root R (M, P) of the GGN and in float64: R R^T, or R^T R if that is smaller.
-
-    Products in float32 are exact to eps times the largest eigenvalue, and smaller ones drown; the entries of R are
-    exact to eps of themselves.
-    """
-    by_rows = products.rows <= network.size
-    unit = torch.eye(min(products.rows, network.size), dtype=network.dtype, device=network.device)
-    step = max(1, memory_budget // (64 * network.size))
-    parts = [products.root_transposed(some) if by_rows else products.root(some) for some in torch.split(unit, step)]
-    root = torch.cat(parts).double()  # R, or R^T
-    if not all_finite(root):
-        raise curvature_not_finite(network.dtype, network.names)
-    values, vectors = (found.flip(-1) for found in torch.linalg.eigh(root @ root.mT))
-    kept = values > max(ROOT_FLOOR * float(values[0]), threshold if rank is None else 0.0, TINY)
-    count = min(int(kept.sum()), len(values) if rank is None else rank)
-    values, vectors = values[:count], vectors[:, :count].mT
-    if by_rows:
-        vectors = (vectors @ root) / values.sqrt()[:, None]
-    note = f"rank {count}" + (f": eigenvalues of the GGN above {threshold:.3g}" if rank is None else "")
-    return Leading(values, vectors, note, True)
-
-
-def leading_eigenpairs(
-    operator: Operator,
-    *,
-    rank: int | None,
-    threshold: float,
-    bound: int,
-    memory_budget: int,
-    generator: torch.Generator,
-    progress: bool | None,
-) -> Leading:
-    """The `rank` largest eigenvalues, or when None all above `threshold`, by Lanczos with deflation.
-
-    One Lanczos run sees a single copy of a repeated eigenvalue (a linear last layer repeats all of them). So what was
-    found is projected out and Lanczos runs again, until nothing that is left belongs among the pairs kept.
-
-    Args:
-        operator: the GGN, of rank at most `bound`.
-        memory_budget: bytes; Lanczos keeps its steps (m, P), the result is (r, P) in float64.
-    """
-    per_vector = 8 * operator.size
-    fits = max(1, memory_budget // (4 * per_vector))
-    if rank is not None and rank > fits:
-        raise MemoryBudgetError(
-            f"{rank:,} eigenvectors of {operator.size:,} weights do not fit",
-            expected=f"at most {memory_budget:,} bytes (memory_budget)",
-            got=f"{4 * rank * per_vector:,} bytes for the vectors and the search",
-            do=f"ask for at most {fits:,}, or raise memory_budget",
-        )
-    most = min(operator.size, bound, fits, MOST_ADAPTIVE if rank is None else rank)
-    values = torch.zeros(0, dtype=torch.float64, device=operator.device)
-    vectors = torch.zeros(0, operator.size, dtype=operator.dtype, device=operator.device)
-    converged, floor = True, 0.0
-    while len(values) < operator.size:
-        full = len(values) >= most
-        found = lanczos_eigenpairs(
-            _deflated(operator, vectors),
-            rank=min(most, operator.size - len(values)),
-            tolerance=torch.finfo(operator.dtype).eps ** TOLERANCE_POWER,
-            threshold=float(values[most - 1]) if full else max(threshold if rank is None else 0.0, TINY),
-            max_steps=min(operator.size - len(values), max(4 * most + 40, 1), max(fits, most)),
-            generator=generator,
-            progress=progress,
-        )
-        if len(found.values) == 0:
-            break
-        floor = operator.size * torch.finfo(operator.dtype).eps * float(torch.cat([values, found.values.abs()]).max())
-        fresh = found.values > max(floor, float(values[most - 1]) * (1 + MARGIN) if full else 0.0)
-        if not bool(fresh.any()):
-            break
-        converged = converged and bool(found.converged[fresh].all())
-        values, order = torch.cat([values, found.values[fresh]]).sort(descending=True)
-        vectors = torch.linalg.qr(torch.cat([vectors, found.vectors[fresh]]).mT).Q.mT[order]
-    if len(values) < most and floor > 10 * threshold and operator.dtype != torch.float64:
-        warnings.warn(
-            f"Eigenvalues of the GGN below {floor:.2g} are lost in {operator.dtype}, and were asked for down to "
-            f"{threshold:.2g}: variances can be too large. Fit in float64: model.double().",
-            LapisWarning,
-            stacklevel=6,
-        )
-    kept = most if rank is not None or len(values) > most else int((values >= threshold).sum())
-    values, vectors = values[:kept], vectors[:kept]
-    note = f"rank {len(values)}"
-    if rank is None:
-        note += f": eigenvalues of the GGN above {threshold:.3g}"
-        note += f", cut at {most} ({'memory' if most == fits else 'limit'})" if len(values) == most else ""
-    return Leading(values, vectors.double(), note, converged)
-
-
-def _deflated(operator: Operator, vectors: Tensor) -> Operator:
-    """(I - U^T U) A (I - U^T U)."""
-    if len(vectors) == 0:
-        return replace(operator, property="symmetric")
-
-    def without(block: Tensor) -> Tensor:
-        return block - (block @ vectors.mT) @ vectors
-
-    return replace(operator, product=lambda block: without(operator(without(block))), property="symmetric")

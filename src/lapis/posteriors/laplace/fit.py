@@ -85,6 +85,7 @@ def laplace(
     bias: Literal["joint", "separate"] | None = ...,
     fisher_samples: int | None = ...,
     rank: int | None = ...,
+    basis: LaplacePosterior | None = ...,
     generator: torch.Generator | None = ...,
     batch_size: int | None = ...,
     memory_budget: int = ...,
@@ -106,6 +107,7 @@ def laplace(
     bias: Literal["joint", "separate"] | None = None,
     fisher_samples: int | None = None,
     rank: int | None = None,
+    basis: LaplacePosterior | None = None,
     generator: torch.Generator | None = None,
     batch_size: int | None = None,
     memory_budget: int = MEMORY_BUDGET,
@@ -113,7 +115,7 @@ def laplace(
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> LaplacePosterior | ImplicitPosterior:
-    r"""Fit a Laplace posterior to a trained network in one pass over its training data (two for "ekfac").
+    r"""Fit a Laplace posterior to a trained network in one pass over its training data (two for "ekfac" by itself).
 
     q(theta) = N(t, A^-1), A = sum_n J_n^T H_n J_n / temperature + Lambda, at the trained weights t.
 
@@ -142,6 +144,8 @@ def laplace(
             not ("separate").
         fisher_samples: targets drawn per example for the sampled Fisher information, 1 by default.
         rank: eigenpairs of the lowrank structure; when None, all above a hundredth of the smallest prior precision.
+        basis: for "ekfac", a Kronecker posterior of this network (or an EKFAC one) whose eigenvectors are taken: the
+            data are read once then, and fits to different data in one basis are sums that add up.
         generator: source of randomness for sampled curvature; seeded with 0 when not given.
         batch_size: for data that are not batched yet.
         memory_budget: bytes; work is split to fit, and MemoryBudgetError is raised at the start if it cannot fit.
@@ -164,7 +168,7 @@ def laplace(
     likelihood, chosen_prior, probe = resolve_likelihood(likelihood), as_prior(prior), Network(model)
     check_arguments(laplace, locals(), apart=("prior", "weights"))
     check_choice("curvature", curvature, CURVATURES)
-    if NAMES.get(structure) == "ekfac":
+    if NAMES.get(structure) == "ekfac" and basis is None:
         check_repeatable(data)
     choices: list[str] = []
     which: Weights
@@ -202,6 +206,7 @@ def laplace(
     _check_structure(chosen, structure, curvature)
     _refuse_without_meaning(chosen, structure, {"rank": rank}, ("lowrank",))
     _refuse_without_meaning(chosen, structure, {"sharing": sharing, "bias": bias}, ("kronecker", "ekfac"))
+    _refuse_without_meaning(chosen, structure, {"basis": basis}, ("ekfac",))
     if chosen in MATRIX_FREE and network.dtype not in (torch.float32, torch.float64):
         raise ModelError(
             f"Products with vectors in {network.dtype} are too inexact to solve or decompose with",
@@ -282,13 +287,15 @@ def laplace(
         )
         if kind == "ggn" and chosen != "lowrank":
             check_factors(outputs[:1], memory_budget, 'curvature="sampled"')
+        if basis is not None:
+            _check_basis(basis, sums, fingerprint)
         if likelihood.noise is not None:
             sums.keep_apart(memory_budget // 2)
         random = generator or torch.Generator(network.device).manual_seed(0)
         if chosen == "lowrank":
             choices.append(fit.low_rank(sums, rank, random))
         else:
-            fit.sums(sums, random, checkpoint)
+            fit.sums(sums, random, checkpoint, None if basis is None else basis.curvature)
         for choice in choices:
             log.info("%s", choice)
         return LaplacePosterior(curvature=sums, choices=tuple(choices), **common(sums))
@@ -319,6 +326,32 @@ def _check_structure(chosen: Structure, requested: str, curvature: str) -> None:
             got=repr(curvature),
             do='leave curvature out, or use structure="kronecker", "diagonal" or "dense"',
         )
+
+
+def _check_basis(basis: LaplacePosterior, sums: Curvature, fingerprint: str) -> None:
+    """OptionError unless the posterior has eigenvectors for every matrix of weights in these sums."""
+    wanted: dict[str, Any] = {
+        "structure": "kronecker or ekfac",
+        "network": fingerprint,
+        "choice of weights": [site.label for block in sums.blocks for site in block.sites],
+        "division of the weights": [block.sites for block in sums.blocks],
+        "treatment of positions and biases": [block.options() for block in sums.blocks],
+    }
+    found = {
+        "structure": wanted["structure"] if basis.structure in ("kronecker", "ekfac") else basis.structure,
+        "network": basis.facts.fingerprint,
+        "choice of weights": [site.label for block in basis.curvature.blocks for site in block.sites],
+        "division of the weights": [block.sites for block in basis.curvature.blocks],
+        "treatment of positions and biases": [block.options() for block in basis.curvature.blocks],
+    }
+    for name, value in wanted.items():
+        if found[name] != value:
+            raise OptionError(
+                f"The basis is of another {name}",
+                expected=str(value)[:200],
+                got=str(found[name])[:200],
+                do='fit the basis to the same network with the same options, by structure="kronecker"',
+            )
 
 
 def _refuse_without_meaning(

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from lapis.batches import Batch, batches
+from lapis.batches import Batch, batches, example_digests
 from lapis.checkpoint import Checkpoint
 from lapis.curvature.accumulate import Resumable, accumulate
-from lapis.curvature.blocks.lowrank import RANK_FRACTION, load_leading
+from lapis.curvature.blocks.leading import RANK_FRACTION, load_leading
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.curvature.sums import Curvature
 from lapis.curvature.tape import Tape
 from lapis.errors import DataError
+from lapis.files import tensors_digest
 from lapis.likelihoods import Likelihood
 from lapis.network import Network
 from lapis.priors import WeightPrior
@@ -86,6 +87,12 @@ class DataSource:
         })  # fmt: skip
 
 
+def basis_digest(curvature: Curvature) -> str:
+    """Fingerprint of the bases that sums refer to; those in equal bases add up."""
+    bases = {f"{i}.{j}": each for i, block in enumerate(curvature.blocks) for j, each in enumerate(block.basis())}
+    return tensors_digest(bases)
+
+
 @dataclass(frozen=True)
 class Passes:
     """The passes over the data, for each kind of structure."""
@@ -98,13 +105,24 @@ class Passes:
     memory_budget: int
     progress: bool | None
 
-    def sums(self, curvature: Curvature, generator: torch.Generator, checkpoint: str | os.PathLike[str] | None) -> None:
-        """Add the data to the blocks; where these need a preliminary pass, the data are read twice."""
-        kept = self._checkpoint(curvature, checkpoint)
-        ranks = self.source.ranks
+    def sums(
+        self,
+        curvature: Curvature,
+        generator: torch.Generator,
+        checkpoint: str | os.PathLike[str] | None,
+        basis: Curvature | None = None,
+    ) -> None:
+        """Add the data to the blocks; where these need a preliminary pass, and no `basis`, the data are read twice."""
+        ranks, chosen = self.source.ranks, None
+        if basis is not None:
+            curvature.begin_in(basis)
+            chosen = basis_digest(curvature)
+            if ranks is not None:
+                ranks.check_same({"basis": chosen})
+        kept = self._checkpoint(curvature, checkpoint, chosen)
         if ranks is not None and ranks.rank:  # targets drawn here must not be those of another rank
             generator = torch.Generator(generator.device).manual_seed(generator.initial_seed() + ranks.rank)
-        before = curvature.preliminary()
+        before = curvature.preliminary() if basis is None else None
         if before is None:
             self._pass(curvature, generator, None if kept is None else Resumable(kept))
         elif kept is not None and Resumable(kept).later:
@@ -137,7 +155,9 @@ class Passes:
             kept=kept,
         )
 
-    def _checkpoint(self, curvature: Curvature, path: str | os.PathLike[str] | None) -> Checkpoint | None:
+    def _checkpoint(
+        self, curvature: Curvature, path: str | os.PathLike[str] | None, basis: str | None
+    ) -> Checkpoint | None:
         """The file that the sums are kept in; a finished fit leaves it as it was last written."""
         if path is None:
             return None
@@ -153,7 +173,7 @@ class Passes:
             ],
             "batch_size": self.source.batch_size,
             "memory_budget": self.memory_budget,
-        }
+        } | ({} if basis is None else {"basis": basis})
         return Checkpoint(path, "fit", same, self.network.key())
 
     def implicit(self) -> ImplicitCurvature:
@@ -183,6 +203,8 @@ class Passes:
         curvature.digest = products.digest
         for batch in products.batches:
             curvature.sample.add(batch)
+            curvature.seen = curvature.seen.add(example_digests(batch.inputs, batch.targets))
         if self.source.ranks is not None:
             curvature.sample.over_ranks(self.source.ranks)
+            curvature.seen = curvature.seen.over_ranks(self.source.ranks)
         return found.note

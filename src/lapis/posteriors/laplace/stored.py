@@ -14,7 +14,7 @@ from torch import Tensor
 from lapis.batches import Batch, Inputs
 from lapis.curvature.accumulate import accumulate, accumulate_factors
 from lapis.curvature.blocks.block import BlockGaussian
-from lapis.curvature.blocks.lowrank import RANK_FRACTION, load_leading
+from lapis.curvature.blocks.leading import RANK_FRACTION, load_leading
 from lapis.curvature.blocks.partition import grouped_spectrum
 from lapis.curvature.blocks.scaled import ScaledGaussian
 from lapis.curvature.blocks.spectrum import GroupedSpectrum

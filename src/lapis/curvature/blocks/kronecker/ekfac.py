@@ -6,8 +6,9 @@ Q_G and Q_A are eigenvectors of the Kronecker factors, J (O, I) is the Jacobian 
 is the diagonal of the exact curvature in that basis: the trace is exact, and no other diagonal there is nearer to the
 exact curvature in the Frobenius norm, l_G l_A included.
 
-The bases need a pass over the data of their own (`preliminary`); the sums over data then refer to them. Bases stay what
-they are when more data are added: the second moments of old and new data in one basis add up, eigenvectors would not.
+The bases need a pass over the data of their own (`preliminary`), or are those of another block; the sums over data then
+refer to them. Bases stay what they are when more data are added: the second moments of old and new data in one basis
+add up, eigenvectors would not.
 
 Where factors have repeated eigenvalues, eigenvectors are not unique, and neither is the result: reduced factors have a
 null space in which the data still vary if there are fewer examples than layer inputs.
@@ -61,8 +62,12 @@ class EKFACBlock(Block):
         return KroneckerBlock(self.sites, self.sharing, self.bias)
 
     def begin(self, found: Block) -> None:
-        assert isinstance(found, KroneckerBlock)
-        _, outputs, _, inputs = found.eigen()
+        """Take the eigenvectors of a Kronecker block, or the bases of another EKFAC block."""
+        if isinstance(found, EKFACBlock):
+            outputs, inputs = found.outputs, found.inputs
+        else:
+            assert isinstance(found, KroneckerBlock)
+            _, outputs, _, inputs = found.eigen()
         self.outputs, self.inputs = outputs.contiguous(), None if inputs is None else inputs.contiguous()
 
     def _bases(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -106,9 +111,8 @@ class EKFACBlock(Block):
     def added(self) -> tuple[str, ...]:
         return ("moments",)
 
-    @property
-    def has_own_basis(self) -> bool:
-        return True
+    def basis(self) -> list[Tensor]:
+        return [self.outputs] if self.inputs is None else [self.outputs, self.inputs]
 
     def state(self) -> dict[str, Tensor]:
         bases = {"outputs": self.outputs} if self.inputs is None else {"outputs": self.outputs, "inputs": self.inputs}

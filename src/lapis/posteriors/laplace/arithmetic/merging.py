@@ -169,7 +169,8 @@ def agreement(fit: LaplacePosterior) -> dict[str, object]:
         "likelihood": fit.likelihood.to_config(),
         "noise at the fit": fit.fitted_likelihood.to_config(),
         "temperature": fit.temperature,
-        "division of its weights": [[site.to_config() for site in block.sites] for block in sums.blocks],
+        "chosen weights": ", ".join(fit.network.names),
         "choice of single weights": {name: index.tolist() for name, index in fit.network.indices.items()},
+        "division of its weights": [[site.to_config() for site in block.sites] for block in sums.blocks],
         "treatment of outputs": len(sums.apart or ()),
     }
