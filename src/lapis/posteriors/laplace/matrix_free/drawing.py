@@ -18,10 +18,11 @@ from lapis.errors import OptionError
 from lapis.files import tensors_digest
 from lapis.posteriors.laplace.matrix_free.descending import by_sgd, examples_at_once
 from lapis.posteriors.laplace.matrix_free.drawn import Drawing, DrawnPosterior
+from lapis.posteriors.laplace.matrix_free.made import Made
 from lapis.posteriors.laplace.matrix_free.noise import noise
 from lapis.posteriors.laplace.matrix_free.together import by_block
 from lapis.progress import announce, shown
-from lapis.schema import count, entry, tensor, under, wrong
+from lapis.schema import entry, under
 from lapis.solvers import CGProgress, CGState
 from lapis.solvers.cg import Stop
 
@@ -125,58 +126,41 @@ def _by_cg(
 ) -> tuple[Tensor, Drawing]:
     """All draws by conjugate gradients, as many together as memory allows."""
     gaussian, step = posterior.gaussian, posterior.vectors_at_once()
-    found = posterior.mean.new_empty(chosen.samples, posterior.n_weights)
-    iterations: list[int] = []
-    residuals: list[float] = []
-    stopped: list[str] = []
-    products, start = 0, None
     if posterior.curvature.ranks is None and shown(progress):  # products of ranks would need all of them
         announce(_forecast(posterior, chosen.samples), progress)
-    if kept.tensors:
-        iterations = list(entry(kept.facts, "iterations", list[int]))
-        residuals = list(entry(kept.facts, "residuals", list[float]))
-        stopped = list(entry(kept.facts, "stopped", list[Stop]))
-        products = count(kept.facts, "products", least=0)
-        if len({len(iterations), len(residuals), len(stopped)}) > 1 or len(iterations) > chosen.samples:
-            raise wrong("iterations", f"as many as residuals, at most {chosen.samples}", str(len(iterations)))
-        if iterations:
-            shape = (len(iterations), posterior.n_weights)
-            found[: len(iterations)] = tensor(kept.tensors, "done", shape, posterior.network.dtype)
-        if "cg" in kept.facts:
-            start = CGState(under("cg.", kept.tensors), entry(kept.facts, "cg", dict))
+    records = {"iterations": list[int], "residuals": list[float], "stopped": list[Stop]}
+    made, start = Made(posterior, chosen.samples, kept, records), None
+    if "cg" in kept.facts:
+        start = CGState(under("cg.", kept.tensors), entry(kept.facts, "cg", dict))
 
-    def facts() -> dict[str, Any]:
-        return {"iterations": iterations, "residuals": residuals, "stopped": stopped, "products": products}
+    def note(now: CGProgress) -> None:
+        def state() -> Offered:
+            cut = now.state()
+            if cut is None:
+                return None
+            return {f"cg.{name}": tensor for name, tensor in cut.tensors.items()}, {"cg": cut.facts}
 
-    for first in range(len(iterations), chosen.samples, step):
+        made.follow(state)
+
+    for first in range(len(made), chosen.samples, step):
         e, u = noise(posterior, seed, first, min(first + step, chosen.samples))
-
         if start is not None:
             start.check(len(e), u.shape[1] if gaussian.space == "outputs" else e.shape[1], e.dtype)
-
-        def note(now: CGProgress, done: Tensor = found[:first]) -> None:
-            def state() -> Offered:
-                cut = now.state()
-                if cut is None:
-                    return None
-                tensors = {f"cg.{name}": tensor for name, tensor in cut.tensors.items()}
-                return tensors | ({"done": done} if len(done) else {}), facts() | {"cg": cut.facts}
-
-            kept.follow(state)
-
         with kept.guarded():
             solved = gaussian.draws(e, u, resumed=start, callback=note, progress=progress)
-        start = None
-        found[first : first + len(e)] = posterior.solved(solved)
-        iterations += solved.result.iterations.tolist()
-        residuals += solved.result.relative_residuals.tolist()
-        stopped += solved.result.stopped
-        products += solved.result.products
-        kept.offer({"done": found[: len(iterations)]}, facts(), now=True)
+        start, result = None, solved.result
+        made.add(
+            posterior.solved(solved),
+            result.products,
+            iterations=result.iterations.tolist(),
+            residuals=result.relative_residuals.tolist(),
+            stopped=result.stopped,
+        )
+    iterations, residuals, stopped = made.records.values()
     reason = ", ".join(f"{stopped.count(why)} {why}" for why in sorted(set(stopped)))
     converged = all(why == "converged" for why in stopped)
-    drawing = Drawing("cg", None, seed, tuple(iterations), tuple(residuals), converged, reason, products)
-    return found, drawing
+    drawing = Drawing("cg", None, seed, tuple(iterations), tuple(residuals), converged, reason, made.products)
+    return made.draws, drawing
 
 
 def _forecast(posterior: ImplicitPosterior, samples: int) -> str:

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lapis.checkpoint import Checkpoint, Offered
+from lapis.checkpoint import Checkpoint
 from lapis.errors import LapisWarning
 from lapis.network import full_precision
 from lapis.posteriors.laplace.matrix_free.drawn import Drawing
+from lapis.posteriors.laplace.matrix_free.made import Made
 from lapis.posteriors.laplace.matrix_free.noise import noise
 from lapis.progress import announce
-from lapis.schema import count, entry, tensor, under, wrong
+from lapis.schema import under
 from lapis.solvers import BlockState, Diagonal, block_conjugate_gradients
 from lapis.solvers.block import inner
 from lapis.solvers.operator import norms
@@ -44,38 +45,18 @@ def by_block(
 ) -> tuple[Tensor, Drawing]:
     """Draws (samples, P) in blocks, as many together as memory allows."""
     step, size = posterior.vectors_at_once(), posterior.n_weights
-    found = posterior.mean.new_empty(chosen.samples, size)
-    iterations: list[int] = []
-    residuals: list[float] = []
-    errors: list[float] = []
-    products, state = 0, None
-    if kept.tensors:
-        iterations = list(entry(kept.facts, "iterations", list[int]))
-        residuals = list(entry(kept.facts, "residuals", list[float]))
-        errors = list(entry(kept.facts, "errors", list[float]))
-        products = count(kept.facts, "products", least=0)
-        if len({len(iterations), len(residuals), len(errors)}) > 1 or len(iterations) > chosen.samples:
-            raise wrong("iterations", f"as many as residuals, at most {chosen.samples}", str(len(iterations)))
-        if iterations:
-            found[: len(iterations)] = tensor(kept.tensors, "done", (len(iterations), size), posterior.network.dtype)
-        state = under("block.", kept.tensors) or None
-
-    def facts() -> dict[str, Any]:
-        return {"iterations": iterations, "residuals": residuals, "errors": errors, "products": products}
-
-    for first in range(len(iterations), chosen.samples, step):
+    records = {"iterations": list[int], "residuals": list[float], "errors": list[float]}
+    made = Made(posterior, chosen.samples, kept, records)
+    state = under("block.", kept.tensors) or None
+    for first in range(len(made), chosen.samples, step):
         number = min(step, chosen.samples - first)
         solve = _Block(posterior, chosen.error, seed, first, number)
         resumed = None if state is None else BlockState.load(state, number, size, posterior.network.dtype)
         if resumed is None and first == 0:
             announce(solve.forecast(-(-chosen.samples // step)), progress)
 
-        def note(now: BlockState, done: Tensor = found[:first], solve: _Block = solve) -> bool:
-            def offered() -> Offered:
-                tensors = {f"block.{name}": each for name, each in now.tensors().items()}
-                return tensors | ({"done": done} if len(done) else {}), facts()
-
-            kept.follow(offered)
+        def note(now: BlockState, solve: _Block = solve) -> bool:
+            made.follow(lambda: ({f"block.{name}": each for name, each in now.tensors().items()}, {}))
             return solve.enough(now)
 
         with kept.guarded(), full_precision(posterior.network.device):
@@ -84,12 +65,14 @@ def by_block(
                 max_iterations=posterior.solver.max_iterations, progress=progress,
             )  # fmt: skip
         state = None
-        found[first : first + number] = result.solution.add_(solve.start)
-        iterations += [result.iterations] * number
-        residuals += (result.residual_norms / solve.scale).tolist()
-        errors += [0.0 if result.stopped == "exhausted" else solve.error] * number
-        products += number * (result.iterations + 2)
-        kept.offer({"done": found[: len(iterations)]}, facts(), now=True)
+        made.add(
+            result.solution.add_(solve.start),
+            number * (result.iterations + 2),
+            iterations=[result.iterations] * number,
+            residuals=(result.residual_norms / solve.scale).tolist(),
+            errors=[0.0 if result.stopped == "exhausted" else solve.error] * number,
+        )
+    iterations, residuals, errors = made.records.values()
     worst = max(errors)
     converged = worst <= chosen.error
     if not converged:
@@ -100,7 +83,8 @@ def by_block(
             stacklevel=5,
         )
     reason = f"error of variances estimated at {worst:.2g}, {chosen.error:g} asked for"
-    return found, Drawing("block", None, seed, tuple(iterations), tuple(residuals), converged, reason, products)
+    drawing = Drawing("block", None, seed, tuple(iterations), tuple(residuals), converged, reason, made.products)
+    return made.draws, drawing
 
 
 class _Block:
