@@ -28,6 +28,12 @@ Inputs: TypeAlias = Any
 
 DEFAULT_BATCH_SIZE = 512
 
+EXACT = (torch.int32, torch.int64)
+"""Types of whole numbers that enter fingerprints exactly."""
+
+AT_ONCE = 2**18
+"""Numbers whose fingerprints are computed together: what that takes remains in a processor's cache."""
+
 LABELS = ("labels", "label")
 """Names of the targets in a batch that is a dictionary."""
 
@@ -358,21 +364,23 @@ def digest(inputs: Inputs, targets: Tensor) -> int:
 
 def example_digests(inputs: Inputs, targets: Tensor) -> Hashes:
     """The fingerprint of each example alone, (B,)."""
-    total = np.zeros(targets.shape[0], np.uint64)
-    if not len(total):
-        return total
-    for number, tensor in enumerate((*tensors_in(inputs), targets)):
-        total = mix(total + np.uint64(number) + _hash_of_examples(tensor.detach().reshape(len(total), -1)))
-    return total
+    count = len(targets)
+    tensors = [inputs, targets] if isinstance(inputs, Tensor) else [*tensors_in(inputs), targets]
+    at_once = max(1, count * AT_ONCE // max(1, sum(tensor.numel() for tensor in tensors)))
+    if count > at_once:
+        starts = range(0, count, at_once)
+        parts = [example_digests(take(inputs, i, i + at_once), targets[i : i + at_once]) for i in starts]
+        return np.concatenate(parts)
+    if not count:
+        return np.zeros(0, np.uint64)
+    rows = [_rows(tensor.detach(), count) for tensor in tensors]
+    rounded = [part.float() for part in rows]
+    # zero for whole numbers that float32 can hold, and zeros add nothing to a hash
+    rest = [whole.long() - part.long() for whole, part in zip(rows, rounded, strict=True) if whole.dtype in EXACT]
+    return mix(hash_rows(rounded, rest))
 
 
-def _hash_of_examples(rows: Tensor) -> Hashes:
-    """A hash (n,) of each row of numbers (n, d)."""
-    rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
-    rounded = rows.float()
-    hashes = hash_rows(rounded)
-    if rows.dtype in (torch.int32, torch.int64):
-        rest = rows - rounded.to(rows.dtype)  # 0 below 2^24
-        if bool(rest.any()):
-            hashes = hashes + hash_rows(rest) * rest.any(1).cpu().numpy()
-    return hashes
+def _rows(tensor: Tensor, count: int) -> Tensor:
+    """The numbers of each example (count, d)."""
+    rows = tensor if tensor.dim() == 2 else tensor.reshape(count, -1)
+    return torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows

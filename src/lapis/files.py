@@ -28,8 +28,9 @@ from torch import Tensor
 
 from lapis.errors import FileError
 
-FORMAT = 3
-"""Version of the layout; readers refuse all others. 2 had no seals, and fingerprints that saw some of the data only."""
+FORMAT = 4
+"""Version of the layout; readers refuse all others. 3 had other fingerprints; 2 had no seals, and fingerprints that saw
+some of the data only."""
 
 READ_ERRORS = (SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError, AttributeError)
 """Raised by readers of safetensors and of JSON for contents that they were not made for."""

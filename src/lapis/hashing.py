@@ -1,16 +1,17 @@
 """64-bit hashes of numbers that read every one of them, at about the speed of memory.
 
-Rows of numbers are read as 64-bit words. Those of long rows are summed first, word j into sum j modulo GROUPS, by one
-pass of vectorised additions; the sums are then mixed, each with a key of its own. A row that differs in one number
+Numbers are read as 64-bit words. Those of long rows are summed first, word j into sum j modulo GROUPS, by one pass of
+vectorised additions; the sums, mixed, are then multiplied by odd keys and added up. A row that differs in one number
 always has another hash. Rows that differ anyhow have one, by all but certainty, unless the differences cancel in every
-sum: two words of one group exchanged, or two signs changed in one (1 pair of numbers in 125 for rows of more than 62).
+sum: two words of one group exchanged, or two signs changed in one (1 pair of numbers in 388 for rows of more than 194).
 These are fingerprints against mistakes, not against attackers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+import hashlib
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -20,82 +21,115 @@ from torch import Tensor
 
 Hashes: TypeAlias = "NDArray[np.uint64]"
 
-GROUPS = 31
-"""A prime number, so that no usual row length of an image is a multiple of it."""
+GROUPS = 97
+"""A prime number, so that no usual row length of an image is a multiple of it; 96 sums fill vector registers."""
 
-WIDTHS = (1021, 1009)
-"""Of rows that a vector is cut into and summed over: primes, so that what cancels in one sum does not in the other."""
+FOLDS = (GROUPS, 65)
+"""Two coprime numbers of groups: no two words of a part of 65 x 97 are in one group both times. The sums are of odd
+numbers of words, so that all signs changed at once do not cancel."""
+
+PART = FOLDS[0] * FOLDS[1]
 
 ODD = np.uint64(0x9E3779B97F4A7C15)
 """Multiplication with it exchanges 64-bit numbers one for one (it is 2^64 over the golden ratio)."""
 
 SMALL = 2**16
-"""Tensors of up to so many bytes are joined and hashed together: for these, calls cost more than reading."""
+"""Bytes of tensors that a cryptographic hash reads directly: for these, calls cost more than reading."""
+
+SHIFT = np.uint64(29)
+"""Takes the signs of both float32 numbers in a word to bits where no other sign is."""
 
 
-def hash_rows(rows: Tensor) -> Hashes:
-    """One hash (n,) uint64 for each row of numbers (n, d) of 32 or 64 bits, or of 8 bits if d is divisible by 8.
+def hash_rows(parts: Sequence[Tensor], more: Sequence[Tensor] = ()) -> Hashes:
+    """One hash (n,) uint64 for each row of float32 parts (n, d_1), (n, d_2) ... side by side, and of `more` in int64.
 
-    Its bits are not all alike random: `mix` it before adding it to others.
+    Where `more` is zero, it makes no difference. `mix` a hash before adding it to others: its bits are not all alike.
     """
-    if rows.element_size() == 4 and rows.shape[1] % 2:
+    pieces: list[Tensor] = []
+    widths = 0
+    for part in parts:
+        pieces += _folded(part)
+        widths = 31 * widths + part.shape[1]
+    if sum(piece.shape[1] for piece in pieces) % 2:
+        pieces.append(_zeros(len(pieces[0]), pieces[0].device))
+    pieces += [part.view(torch.float32) for part in more]
+    hashes = _hash_words(torch.cat(pieces, 1).view(torch.int64))
+    hashes += np.uint64(widths % 2**64)
+    return hashes
+
+
+@lru_cache(8)
+def _zeros(count: int, device: torch.device) -> Tensor:
+    """A column that completes words."""
+    return torch.zeros(count, 1, device=device)
+
+
+def _folded(rows: Tensor) -> tuple[Tensor, ...]:
+    """Rows (n, d) as sums of their words in groups, and the numbers after the last full group. Short rows stay."""
+    if rows.shape[1] <= 2 * GROUPS:
+        return (rows,)
+    if rows.shape[1] % 2:
         rows = torch.nn.functional.pad(rows, (0, 1))
-    words = rows.contiguous().view(torch.int64)
-    count = words.shape[1]
-    if count > GROUPS:
-        times = count // GROUPS
-        shape, stride = (len(words), times, GROUPS), (count, GROUPS, 1)
-        sums = torch.as_strided(words, shape, stride, words.storage_offset()).sum(1)
-        sums[:, : count - times * GROUPS] += words[:, times * GROUPS :]
-        words = sums
-    # numpy has less overhead than torch on small arrays, and unsigned numbers
-    return _scrambled(words.cpu().numpy().view(np.uint64))
+    words = _aligned(rows).view(torch.int64)
+    n, count = words.shape
+    times = count // GROUPS
+    sums = torch.as_strided(words, (n, times, GROUPS), (count, GROUPS, 1), words.storage_offset()).sum(1)
+    return sums.view(torch.float32), rows[:, 2 * times * GROUPS :]
 
 
-def hash_tensors(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Hashes of the bytes of all tensors, to be compared within this process with those of as many of the same shapes.
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy whose numbers can be read as words of 64 bits."""
+    if tensor.storage_offset() * tensor.element_size() % 8:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
 
-    A change of one number always changes them. Others do, unless they cancel in the sums over both WIDTHS: two words
-    that change places, for example, unless they lie a multiple of 8 MB apart.
+
+def hash_tensors(tensors: Sequence[Tensor]) -> bytes:
+    """32 bytes from all bytes of all tensors, to be compared with those of as many of the same shapes.
+
+    A change of one number always changes them, and so do two numbers that change places or signs. Changes of more
+    numbers do unless they cancel, in tensors above SMALL; without the numbers nobody can foretell the bytes.
     """
-    found: list[int] = []
-    small: list[Tensor] = []
+    digest = hashlib.sha256()  # the fastest choice: processors have instructions for it
     for tensor in tensors:
-        part = tensor.detach().reshape(-1).view(torch.uint8)
-        part = part if part.device.type == "cpu" else part.cpu()
-        if len(part) <= SMALL or len(part) % 8:
-            small.append(part)
-        else:
-            found += _hash_words(part)
-    if small:
-        size = sum(map(len, small))
-        found += _hash_words(torch.cat([*small, torch.zeros(-size % 8, dtype=torch.uint8)]))
-    return tuple(found)
+        numbers = tensor.detach()
+        if numbers.nbytes > SMALL:
+            words = _words(numbers)
+            count = len(words) // PART
+            for groups in FOLDS:
+                strides = PART, groups, 1
+                sums = words.as_strided((count, PART // groups, groups), strides, words.storage_offset()).sum(1)
+                digest.update(sums.cpu().numpy().data)
+            numbers = words[count * PART :]
+        elif numbers.dtype is not torch.float32:
+            numbers = numbers.reshape(-1).view(torch.uint8)
+        digest.update(numbers.reshape(-1).cpu().numpy().data)
+    return digest.digest()
 
 
-def _hash_words(part: Tensor) -> Iterator[int]:
-    """Hashes of sums over the rows of both widths, of bytes (n,)."""
-    words = part.numpy().view(np.uint64)
-    for width in WIDTHS if len(words) >= 2 * max(WIDTHS) else (max(1, len(words)),):
-        stop = len(words) // width * width
-        sums = words[:stop].reshape(-1, width).sum(0, dtype=np.uint64)
-        sums[: len(words) - stop] += words[stop:]
-        yield hash(sums.tobytes())
+def _words(tensor: Tensor) -> Tensor:
+    """All bytes as words of 64 bits (n,), the last of which may be incomplete."""
+    if tensor.nbytes % 8:
+        return torch.nn.functional.pad(tensor.reshape(-1).view(torch.uint8), (0, -tensor.nbytes % 8)).view(torch.int64)
+    return _aligned(tensor).view(-1).view(torch.int64)
 
 
-def _scrambled(words: Hashes) -> Hashes:
-    """The sum (n,) of each row of words (n, d), each scrambled with a key of its own."""
-    found = words + _keys(words.shape[1])
-    found *= ODD
-    found ^= found >> np.uint64(32)
-    whole: Hashes = found.sum(1, dtype=np.uint64)
-    return whole
+def _hash_words(words: Tensor) -> Hashes:
+    """The sum (n,) of the words (n, d) in each row, each mixed and multiplied by an odd key of its own."""
+    # numpy has less overhead than torch on small arrays, and unsigned numbers
+    numbers: Hashes = words.cpu().numpy().view(np.uint64)
+    mixed = numbers >> SHIFT  # products would lose all but the parity of the highest bits, the signs
+    mixed ^= numbers
+    found: Hashes = mixed.dot(_keys(numbers.shape[1]))
+    return found
 
 
 @cache
 def _keys(count: int) -> Hashes:
-    """A pseudorandom number for each word, so that the order of words matters."""
-    return mix(np.arange(1, count + 1, dtype=np.uint64))
+    """A pseudorandom odd number for each word, so that the order of words matters."""
+    keys = mix(np.arange(1, count + 1, dtype=np.uint64))
+    keys |= np.uint64(1)
+    return keys
 
 
 def mix(numbers: Hashes) -> Hashes:

@@ -53,9 +53,10 @@ def check_arguments(
     Traceback (most recent call last):
     lapis.errors.OptionError: Bad samples. Expected: a whole number, at least 1. Got: 0. Do: pass such a value.
     """
-    for name, rule in _rules(function, tuple(signed)).items():
-        if name in values and name not in apart and not rule.admits(values[name]):
-            raise rule.refusal(name, values[name])
+    for name, default, rule in _rules(function, tuple(signed)):
+        value = values.get(name, default)
+        if value is not default and name not in apart and not rule.admits(value):
+            raise rule.refusal(name, value)
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ class Rule:
 
 
 @cache
-def _rules(function: Callable[..., Any], signed: tuple[str, ...]) -> dict[str, Rule]:
-    """The rule of each parameter whose annotation says something."""
+def _rules(function: Callable[..., Any], signed: tuple[str, ...]) -> list[tuple[str, Any, Rule]]:
+    """The default and the rule of each parameter whose annotation says something."""
     known = getattr(function, "__globals__", None) or vars(sys.modules[function.__module__])
-    found: dict[str, Rule] = {}
+    found: list[tuple[str, Any, Rule]] = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = parameter.annotation
         try:
@@ -89,7 +90,7 @@ def _rules(function: Callable[..., Any], signed: tuple[str, ...]) -> dict[str, R
             continue
         rule = None if hint is parameter.empty else _rule(hint, name in signed)
         if rule is not None and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            found[name] = rule
+            found.append((name, parameter.default, rule))
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -65,8 +65,6 @@ class Network:
         """Records which shortcuts agree with the plain computation on this network."""
         self._prepared = False
         self._casts = True  # whether the forward pass uses autocast, for all that is known
-        self._known: tuple[Any, str] | None = None
-        """The last fingerprint, preceded by what it was computed from: names, shapes and a quick hash of all values."""
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         lazy = [name for name, p in trainable.items() if torch.nn.parameter.is_lazy(p)]
         if lazy:
@@ -329,16 +327,9 @@ class Network:
                 )
 
     def holds(self, fingerprint: str) -> bool:
-        """Whether the module has this fingerprint; recomputed only if a quick hash of every number has changed.
-
-        Not by version counters: writes through `.data` do not change these.
-        """
+        """Whether the module has this fingerprint. Writes through `.data` change no version counters: all is read."""
         with self.held():
-            state = list(self._state())
-            now = [(name, tensor.shape, tensor.dtype) for name, tensor in state], hash_tensors([t for _, t in state])
-            if self._known is None or self._known[0] != now:
-                self._known = (now, self.fingerprint())
-            return self._known[1] == fingerprint
+            return self.fingerprint() == fingerprint
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer that a state dictionary holds, by name."""
@@ -363,21 +354,19 @@ class Network:
         return self._digest()[32:]
 
     def _digest(self) -> str:
-        digest = hashlib.sha256()  # the fastest choice: processors have instructions for it
-        for name, tensor in self._state():
-            _add_to_digest(digest, name, tensor)
-        return digest.hexdigest()
+        state = list(self._state())
+        form = _form(tuple((name, tensor.shape, tensor.dtype) for name, tensor in state))
+        return hashlib.sha256(form + hash_tensors([tensor for _, tensor in state])).hexdigest()
 
     def digests(self) -> dict[str, str]:
         """A short digest of each parameter and buffer, so that errors can name the one that changed."""
         digests = {}
         for name, tensor in self._state():
-            digest = hashlib.sha256()
-            _add_to_digest(digest, name, tensor)
-            digests[name] = digest.hexdigest()[:8]
+            digests[name] = hash_tensors([tensor]).hex()[:8]
         return digests
 
 
-def _add_to_digest(digest: Any, name: str, tensor: Tensor) -> None:
-    digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-    digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+@lru_cache(64)
+def _form(state: tuple[tuple[str, torch.Size, torch.dtype], ...]) -> bytes:
+    """Names, shapes and types of parameters and buffers, as bytes."""
+    return "".join(f"{name}{tuple(shape)}{dtype}" for name, shape, dtype in state).encode()
