@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def experiment(
     """Run an experiment of the repository's folder experiments/; it prints its table and writes docs/results/."""
     found = _found()
     if name is None:
-        grid(["experiment", "what it shows"], [[each, _first_line(path)] for each, path in found.items()])
+        grid(["experiment", "what it shows"], [[each, _first_sentence(path)] for each, path in found.items()])
         return
     if name not in found:
         raise OptionError(
@@ -52,6 +53,7 @@ def _found() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.py")) if path.stem not in HELPERS}
 
 
-def _first_line(path: Path) -> str:
+def _first_sentence(path: Path) -> str:
+    """Of the experiment's docstring, which may go over a line's end."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return text.strip().splitlines()[0] if text else ""
+    return re.split(r"(?<=\.) ", " ".join(text.split("\n\n")[0].split()))[0]
