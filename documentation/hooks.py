@@ -13,7 +13,11 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>
 
 def _mathml(found: re.Match[str]) -> str:
     display = "block" if found[2] == "[" else "inline"
-    return convert(html.unescape(found[3]).strip(), display=display)
+    formula = html.unescape(found[3]).strip()
+    drawn = convert(formula, display=display)
+    if "\\" in drawn:  # a command that the converter does not know stays as it was written
+        raise ValueError(f"This formula cannot be drawn: {formula}")
+    return drawn
 
 
 def on_page_content(text: str, **_: Any) -> str:
