@@ -262,11 +262,16 @@ def test_sgd_comes_to_the_draws_that_cg_solves_for(objective: Any) -> None:
     assert max(found.drawing.residuals) < 0.1
 
 
-@pytest.mark.parametrize("solver", ["block", "cg", "sgd", "dual"])
+@pytest.mark.parametrize(
+    ("solver", "stop", "at_once"),
+    [("block", 9, 3), ("block", 30, 1), ("cg", 9, 3), ("cg", 30, 1), ("sgd", 90, 3), ("dual", 90, 3)],
+)
 def test_an_interrupted_draw_goes_on_where_it_stopped(
-    solver: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    solver: Any, stop: int, at_once: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With draws made one by one the first is finished by then, and is in the file too."""
     posterior, model, *_ = small_problem()
+    monkeypatch.setattr(type(posterior), "vectors_at_once", lambda _: at_once)
     options: dict[str, Any] = {"solver": solver, "generator": None}
     if solver in ("sgd", "dual"):
         options |= {"epochs": 40, "batch_size": 10, "solver": "sgd"}
@@ -279,7 +284,7 @@ def test_an_interrupted_draw_goes_on_where_it_stopped(
 
     def interrupted(self: Any, vectors: Tensor) -> Tensor:
         calls.append(len(vectors))
-        if len(calls) == (90 if solver in ("sgd", "dual") else 9):
+        if len(calls) == stop:
             raise KeyboardInterrupt
         found: Tensor = product(self, vectors)
         return found
