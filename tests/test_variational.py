@@ -82,6 +82,40 @@ def test_a_linear_gaussian_model_gets_the_mean_field_optimum() -> None:
     assert posterior.inference.trace[-1] > posterior.inference.trace[0]
 
 
+class Shaped(nn.Module):
+    """A linear layer, and its outputs in another shape."""
+
+    def __init__(self, layer: nn.Module, shape: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.shape = layer, shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shape(self.layer(x))
+
+
+@pytest.mark.parametrize("positions", [(), (5,)])
+@pytest.mark.parametrize("shape", [lambda f: f, lambda f: f[..., None].mT, lambda f: f[..., :1].squeeze(-1)])
+def test_outputs_of_any_shape_have_known_moments(shape: Callable[[Tensor], Tensor], positions: tuple[int, ...]) -> None:
+    """Mean W x + b and variance S_W^2 x^2 + s_b^2, for views of a last layer's outputs and where it has positions."""
+    network = Network(Shaped(nn.Linear(3, 2), shape).double())
+    deviation = torch.rand(8, dtype=F64, generator=seeded(1)) + 0.1
+    q = Approximation(network.flat().requires_grad_(), deviation.log().requires_grad_(), None)
+    x = torch.randn(7, *positions, 3, dtype=F64, generator=seeded(2))
+    found = forward(network, q, x, frozenset(network.names), seeded(0)).moments()
+    assert found is not None
+    spread = network.unflatten(deviation.square())
+    torch.testing.assert_close(found[0], network.module(x))
+    torch.testing.assert_close(found[1], shape(F.linear(x.square(), spread["layer.weight"], spread["layer.bias"])))
+
+
+@pytest.mark.parametrize("change", [F.relu_, lambda f: f.add_(5.0), lambda f: f.squeeze(1).exp_()])
+def test_outputs_changed_in_place_are_no_longer_the_layers(change: Callable[[Tensor], Tensor]) -> None:
+    network = Network(Shaped(nn.Linear(3, 1), change))
+    q = Approximation(network.flat().requires_grad_(), torch.full((4,), -1.0).requires_grad_(), None)
+    made = forward(network, q, torch.randn(7, 3), frozenset(network.names), seeded(0))
+    assert made.moments() is None
+
+
 def test_minibatches_find_the_same_optimum() -> None:
     """N / M times the log likelihood of M examples; without the factor, variances would be 3 times as large."""
     model, x, y = linear_problem()

@@ -86,10 +86,11 @@ class Ascent:
     def loss(self, made: Pass, batch: Batch) -> Tensor:
         """E[-log p(y | f)] of each example, (B,): at drawn outputs; if Gaussian, over outputs of known moments."""
         likelihood = self.current_likelihood()
-        if made.moments is None or not isinstance(likelihood, Gaussian):
+        moments = made.moments() if isinstance(likelihood, Gaussian) else None
+        if moments is None or not isinstance(likelihood, Gaussian):
             f = likelihood.canonical(made.raw)
             return likelihood.nll(f, likelihood.targets(batch.targets, f, made.raw.shape))
-        mean, variance = map(likelihood.canonical, made.moments)
+        mean, variance = map(likelihood.canonical, moments)
         y = likelihood.targets(batch.targets, mean, made.raw.shape)
         return likelihood.nll(mean, y) + 0.5 * (variance * likelihood.root(mean).square()).sum((1, 2))
 

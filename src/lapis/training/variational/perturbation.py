@@ -47,13 +47,42 @@ class Pass:
 
     raw: Tensor
     """The network's output."""
-    moments: tuple[Tensor, Tensor] | None
-    """Mean and variance of `raw` given the inputs of the layer that made it, if these outputs were drawn directly."""
+    last: _Drawn | None
+    """The latest output of a layer whose weights were drawn for each example."""
     refused: set[str]
     """Parameters that cannot be drawn for each example: the pass is void if there are any."""
     placeholders: dict[str, Tensor]
     """What the module holds in place of parameters drawn for each example. A gradient of one shows another use of it
     than the intercepted one, which also makes the pass void."""
+
+    def moments(self) -> tuple[Tensor, Tensor] | None:
+        """Mean and variance of every number of `raw`, given the inputs of the layer that made it.
+
+        None unless `raw` is that layer's output, or a view of it (squeezed, transposed, a part), unchanged since.
+        """
+        last, raw = self.last, self.raw
+        if last is None or last.output._version != last.version or raw.dtype != last.output.dtype:
+            return None
+        if raw.untyped_storage().data_ptr() != last.output.untyped_storage().data_ptr():
+            return None
+        found = last.mean, last.variance()
+        if raw is last.output:
+            return found
+        if any(each.stride() != last.output.stride() or each.storage_offset() for each in (*found, last.output)):
+            return None
+        place = raw.shape, raw.stride(), raw.storage_offset()
+        return found[0].as_strided(*place), found[1].as_strided(*place)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Outputs of a layer with drawn weights, and their distribution given its inputs."""
+
+    output: Tensor
+    version: int
+    """How often the output had been changed in place when the layer returned it."""
+    mean: Tensor
+    variance: Callable[[], Tensor]
 
 
 def forward(
@@ -77,8 +106,7 @@ def forward(
     drawing = _Drawing(names, means, deviations, batch_length(inputs), generator)
     with drawing:
         raw = network.call(inputs, held)
-    moments = None if drawing.last is None or drawing.last[0] is not raw else drawing.last[1:]
-    return Pass(raw, moments, drawing.refused, placed)
+    return Pass(raw, drawing.last, drawing.refused, placed)
 
 
 class _WithDenseGradient(torch.autograd.Function):
@@ -109,8 +137,7 @@ class _Drawing(TorchFunctionMode):
         self._examples, self._generator = examples, generator
         self._used: set[str] = set()
         self.refused: set[str] = set()
-        self.last: tuple[Tensor, Tensor, Tensor] | None = None
-        """The latest output that was drawn directly, with its mean and variance."""
+        self.last: _Drawn | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -132,18 +159,25 @@ class _Drawing(TorchFunctionMode):
         mean = func(**arguments | mean_of)
         if not batched:
             return mean
-        if mean.numel() == self._examples * mean.shape[axis]:  # one position: independent outputs
+
+        def variance() -> Tensor:
             squares = {key: None if spread is None else spread.square() for key, spread in spread_of.items()}
-            variance = func(**arguments | squares | {"input": x.square()})
-            output = mean + _root(variance) * _normal(mean.detach(), self._generator)
-            self.last = output, mean, variance
+            known: Tensor = func(**arguments | squares | {"input": x.square()})
+            return known
+
+        if mean.numel() == self._examples * mean.shape[axis]:  # one position: independent outputs
+            known = variance()
+            output = mean + _root(known) * _normal(mean.detach(), self._generator)
+            self.last = _Drawn(output, output._version, mean, lambda: known)
             return output
         drawn = {
             key: None if spread is None else spread * _normal(spread.detach(), self._generator)
             for key, spread in spread_of.items()
         }
         perturbed = func(**arguments | drawn | {"input": x * self._signs(x, axis)})
-        return mean + self._signs(mean, axis) * perturbed
+        output = mean + self._signs(mean, axis) * perturbed
+        self.last = _Drawn(output, output._version, mean, variance)
+        return output
 
     def _spread(self, argument: Tensor | None, name: str | None) -> Tensor | None:
         """The deviations of an argument: zero where it is no placeholder."""
