@@ -139,9 +139,14 @@ def work(problem: Problem, column: str, answer: Connection) -> None:
 
 
 def measure(problem: Problem, column: str) -> Row:
+    return apart(work, problem, column)
+
+
+def apart(job: Callable[..., None], *given: object) -> Row:
+    """What `job` sends from a process of its own, its last argument the connection; an exception is raised here."""
     context = multiprocessing.get_context("fork")  # the trained network is there already; one thread survives a fork
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(problem, column, sender))
+    process = context.Process(target=job, args=(*given, sender))
     process.start()
     sender.close()
     try:
