@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse.linalg
 import torch
 from torch import Tensor, nn
 
@@ -61,6 +62,36 @@ def test_sizes_that_are_none_are_refused() -> None:
             imaging.RayTransform(size, angles=3)
         with pytest.raises(lapis.OptionError):
             imaging.blur(size)
+
+
+def test_an_operator_is_any_linear_map() -> None:
+    image = torch.rand(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrix = imaging.blur((5, 6), 0.8).dense()
+
+    def window(image: Tensor) -> Tensor:  # the middle nine pixels of each place, as torch's convolution has them
+        return nn.functional.conv2d(image[None, None].float(), torch.ones(1, 1, 3, 3) / 9)[0, 0]
+
+    for form in (matrix, matrix.numpy(), matrix.to_sparse(), scipy.sparse.csc_array(matrix.numpy())):
+        assert torch.allclose(imaging.LinearOperator(form, [5, 6]) @ image.flatten(), matrix @ image.flatten())
+    there = scipy.sparse.linalg.aslinearoperator(matrix.numpy())
+    assert torch.equal(imaging.LinearOperator(there, (5, 6)).dense(), matrix)
+    A = imaging.LinearOperator(window, (np.int64(5), 6))  # type: ignore[list-item]
+    assert A.data_shape == (3, 4)
+    assert torch.allclose(A @ image, window(image).double(), atol=1e-6)
+    assert imaging.LinearOperator(window, (5, 6), (12,)).data_shape == (12,)
+    assert imaging.LinearOperator(lambda x: A @ x.numpy(), (5, 6)).data_shape == (3, 4)
+    wrong: tuple[Any, ...] = (
+        lambda x: x + 1, lambda x: x.clamp(0, 1), lambda x: x + torch.randn(5, 6), torch.fft.fft2, lambda x: None,
+        "matrix", None, (1j * matrix).to_sparse(), matrix.to("meta"),
+    )  # fmt: skip
+    for form in wrong:
+        with pytest.raises(lapis.OptionError):
+            imaging.LinearOperator(form, (5, 6))
+    for shape in ((5, 6, 1), (5.0, 6), "56", None, (5, 0), 30):
+        with pytest.raises(lapis.OptionError):
+            imaging.LinearOperator(matrix, shape)  # type: ignore[arg-type]
+    with pytest.raises(lapis.OptionError, match="LinearOperator"):
+        imaging.reconstruct(matrix, matrix @ image.flatten())  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:The trained network does not explain")

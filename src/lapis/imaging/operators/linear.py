@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
-import scipy.sparse
+import scipy.sparse.linalg
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lapis.errors import DataError, OptionError
+from lapis.imaging.operators.matrices import as_sparse, matrix_of
 from lapis.options import UNREADABLE, check_arguments, check_count, checked_device, checked_tensor, shown
 
 Array = TypeVar("Array", Tensor, NDArray[Any])
@@ -59,9 +60,10 @@ class LinearOperator:
     count as float64.
 
     Args:
-        matrix: (measurements, pixels), dense or scipy.sparse; pixels in row-major order.
+        matrix: (measurements, pixels), dense, or sparse of scipy or torch; pixels in row-major order. Or a linear
+            function of one image, a float64 tensor (height, width), which is asked for its result at every pixel.
         image_shape: (height, width), with height * width = pixels.
-        data_shape: the form of the measurements; (measurements,) when None.
+        data_shape: the form of the measurements; when None (measurements,), or that of the function's results.
 
     >>> A = LinearOperator(np.array([[1.0, 0.0, 0.0, 1.0]]), (2, 2))
     >>> A @ np.array([[1.0, 2.0], [3.0, 4.0]])
@@ -69,14 +71,21 @@ class LinearOperator:
     >>> A.T @ torch.tensor([2.0])
     tensor([[2., 0.],
             [0., 2.]])
+    >>> LinearOperator(lambda image: image.diff(dim=1), (2, 2)) @ torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    tensor([[1.],
+            [2.]])
     """
 
-    def __init__(self, matrix: Any, image_shape: tuple[int, int], data_shape: tuple[int, ...] | None = None) -> None:
-        check_arguments(LinearOperator, locals())
-        self.matrix = _as_sparse(matrix)
+    def __init__(self, matrix: Any, image_shape: Sequence[int], data_shape: Sequence[int] | None = None) -> None:
+        height, width = _checked_shape("image_shape", image_shape, 2)
+        self.image_shape = (height, width)
+        form = None if data_shape is None else _checked_shape("data_shape", data_shape)
+        if callable(matrix) and not isinstance(matrix, scipy.sparse.linalg.LinearOperator):
+            matrix, results = matrix_of(matrix, self.image_shape)
+            form = form or results
+        self.matrix = as_sparse(matrix)
         self.matrix.sum_duplicates()
-        self.image_shape = (int(image_shape[0]), int(image_shape[1]))
-        self.data_shape = (self.matrix.shape[0],) if data_shape is None else tuple(map(int, data_shape))
+        self.data_shape: tuple[int, ...] = form or (self.matrix.shape[0],)
         expected = (math.prod(self.data_shape), math.prod(self.image_shape))
         if self.matrix.shape != expected or min(expected) < 1:
             raise OptionError(
@@ -185,14 +194,14 @@ class LinearOperator:
         return found
 
 
-def _as_sparse(matrix: Any) -> scipy.sparse.csr_matrix:
-    try:
-        return scipy.sparse.csr_matrix(matrix, dtype=np.float64)
-    except UNREADABLE as error:  # of scipy, numpy, torch
-        raise OptionError(
-            "This is no matrix", expected="numbers (measurements, pixels), dense or scipy.sparse", got=shown(matrix),
-            do="convert it",
-        ) from error  # fmt: skip
+def _checked_shape(name: str, shape: Any, sides: int | None = None) -> tuple[int, ...]:
+    """Sides of an array, each at least 1."""
+    parts = [plain(side) for side in shape] if isinstance(shape, Sequence) and not isinstance(shape, str) else []
+    fits = parts and all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in parts)
+    if not fits or (sides is not None and len(parts) != sides):
+        words = "whole numbers, at least 1" if sides is None else f"{sides} whole numbers, at least 1"
+        raise OptionError(f"Bad {name}", expected=words, got=shown(shape), do="pass the sides of the array")
+    return tuple(parts)
 
 
 def _check_floating(dtype: torch.dtype) -> None:
