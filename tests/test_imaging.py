@@ -481,7 +481,7 @@ def test_large_problems_are_solved_by_products_and_agree_with_the_exact_method()
     options = {"noise": noise, "iterations": 40, "rate": 1e-2, "tuning_steps": 3}
     found = imaging.reconstruct(A, data, network=small().double(), method="iterative", complexity=True, **options)
     exact = ExactModel(found.posterior.model.tangent, A, data.flatten()).at(found.prior, found.noise**2)
-    assert torch.allclose(found.mean.flatten(), exact.tangent_mean, atol=1e-3)
+    assert torch.allclose(found.tangent_mean.flatten(), exact.tangent_mean, atol=1e-3)
     # 64 draws: the ratio of mean squares has a relative deviation of sqrt(2 / 64 / effective pixels) < 0.18
     assert float(found.std.square().mean() / exact.variances.mean()) == pytest.approx(1, abs=0.6)
     assert float(found.log_evidence()) == pytest.approx(float(exact.log_evidence()), rel=0.02, abs=3)

@@ -36,6 +36,7 @@ class Result:
             "Filtered back-projection": self.back_projection,
             "Total variation": self.variation,
             "Deep image prior": self.reconstruction.network_image,
+            "Linear model's own mean": self.reconstruction.tangent_mean,
             "Posterior mean": self.reconstruction.mean,
         }
         return {name: (imaging.psnr(i, self.truth), imaging.ssim(i, self.truth)) for name, i in images.items()}
@@ -127,6 +128,8 @@ def report(result: Result) -> str:
         f"- Log evidence of the measurements: {float(found.log_evidence()):.1f}.",
         f"- Training took {found.trained.stopped_at} iterations; the network's root mean squared misfit is "
         f"{found.misfit:.2f} x the noise.",
+        f"- The posterior's mean lies {found.moved:.2f} of the way from the network's image (0) to the linear model's "
+        "own mean (1): as far as the measurements ask for.",
         "",
         "| block | weights | variance | length scale |",
         "| --- | --- | --- | --- |",
@@ -153,18 +156,18 @@ def _draw(result: Result, path: Path) -> None:
     )
     second = [(f"Sample {i + 1}", image, "gray", 1.0) for i, image in enumerate(result.samples)]
     with plots.style():
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
-        axes = figure.subplots(2, 6, width_ratios=(1, 1, 1, 1, 1.15, 1.15))
-        axes[1, 4].set_axis_off()
-        places = [*axes[0], *axes[1, :SAMPLES]]
+        figure = Figure(figsize=(11.5, 4.2), layout="constrained")
+        grid = figure.add_gridspec(2, 6)
+        places = [figure.add_subplot(grid[0, column]) for column in range(6)]
+        places += [figure.add_subplot(grid[1, column]) for column in range(SAMPLES)]
         for place, (title, image, colours, high) in zip(places, [*first, *second], strict=True):
             place.set_axis_off()
             shown = place.imshow(image.numpy(), cmap=colours, vmin=0, vmax=high, interpolation="nearest")
             place.set_title(title, fontsize=9)
-            if colours != "gray":
-                figure.colorbar(shown, ax=place, shrink=0.75)
+            if title == first[-1][0]:  # the scale of the error's picture too
+                figure.colorbar(shown, ax=place, shrink=0.75, pad=0.02)
         normal, quantiles = _quantiles(((result.truth - found.mean) / spread).flatten())
-        place = axes[1, 5]
+        place = figure.add_subplot(grid[1, SAMPLES:])
         place.plot(normal, normal, color=plots.GREY, linewidth=0.8)
         place.plot(normal, quantiles, ".", markersize=3)
         place.set_title("Errors over sd (QQ)", fontsize=9)

@@ -46,7 +46,7 @@ def reconstruct(
     groups: Groups = "blocks",
     rate: float | None = None,
     stopping: Literal["iterations", "evidence"] = "iterations",
-    centre: Centre = "tangent",
+    centre: Centre = "discrepancy",
     point: Point = "trained",
     method: Literal["auto", "exact", "iterative"] = "auto",
     tuning_steps: int | None = None,
@@ -74,7 +74,9 @@ def reconstruct(
         groups: a prior variance and length scale for each of the network's "blocks", or "one" for all.
         rate: of training, the largest step of Adam. When None, 0.16 / channels for a new network, 0.003 for one given.
         stopping: train for all iterations, or stop by the evidence at `point` (ten looks, each as long as a tuning).
-        centre: of the posterior: the linear model's own mean, or the network's image (as published).
+        centre: of the posterior: the "network" image, as published; the "tangent" (linear) model's own mean; or by
+            "discrepancy" the network's image, moved towards that mean as far as the data ask for: not at all where the
+            network explains them (docs/tomography.md).
         point: where tuning takes the evidence: at the "trained" weights, or at the linear model's own "mode", which is
             the exact evidence of that model. The mode needs far smaller weights to explain the data, and its error
             bars are far too small (docs/tomography.md).

@@ -21,7 +21,7 @@ from lapis.imaging.tangent.iterative import IterativePosterior
 from lapis.imaging.tangent.tuning import Groups, Point, Tuned, tuned_posterior
 from lapis.options import check_arguments
 
-Centre = Literal["tangent", "network"]
+Centre = Literal["discrepancy", "network", "tangent"]
 
 EIGENVALUES = 100
 """Of A^T A, the largest ones: as many count in the noise that reaches the image, as in the literature."""
@@ -50,7 +50,7 @@ class Reconstruction:
     """Rate of the total variation in training, and of the complexity prior."""
     stated_noise: float
     """Standard deviation that training took for the noise's, and that tuning starts from."""
-    centre: Centre = "tangent"
+    centre: Centre = "discrepancy"
     seed: int = 0
 
     @property
@@ -73,12 +73,45 @@ class Reconstruction:
         """f(t): the deep image prior's own reconstruction."""
         return self.posterior.model.image.reshape(self.operator.image_shape)
 
+    @property
+    def tangent_mean(self) -> Tensor:
+        """The linear model's own posterior mean f - J t + K_fy K_yy^-1 (y - A f + A J t)."""
+        return self.posterior.tangent_mean.reshape(self.operator.image_shape)
+
+    @cached_property
+    def moved(self) -> float:
+        """How far `mean` lies on the way from the network's image f (0) to the linear model's own mean m (1).
+
+        With centre="discrepancy" the least w for which f + w (m - f) explains the n measurements, |y - A (f + w (m -
+        f))|^2 <= n noise^2 (Morozov's discrepancy principle), or comes as near to that as it can. A noise that was
+        tuned has been fitted to what f leaves of the data; then what m leaves of them says how large it is.
+        """
+        if self.centre != "discrepancy":
+            return float(self.centre == "tangent")
+        left = self._left(self.network_image)
+        target = self.operator.shape[0] * self.posterior.noise_variance
+        if not self.tuned.fixed_noise:
+            target = self.operator.shape[0] * min(self.posterior.noise_variance, self.posterior.noise_left())
+        excess = float(left.square().sum()) - target
+        if excess <= 0:
+            return 0.0
+        step = left - self._left(self.tangent_mean)
+        along, square = float(left @ step), float(step.square().sum())
+        if along <= 0:
+            return 0.0
+        root = math.sqrt(max(along**2 - square * excess, 0.0))
+        return min((along - root) / square, 1.0)
+
+    def _left(self, image: Tensor) -> Tensor:
+        """y - A x (measurements,), float64."""
+        return self.posterior.model.data.to(torch.float64) - (self.operator @ image).flatten()
+
     @cached_property
     def mean(self) -> Tensor:
-        """The posterior's mean; with centre="network" the network's image in its place."""
-        if self.centre == "network":
+        """The centre of the distribution: on the way from `network_image` to `tangent_mean`, at `moved`."""
+        if self.moved == 0:
             return self.network_image
-        return self.posterior.tangent_mean.reshape(self.operator.image_shape)
+        return torch.lerp(self.network_image, self.tangent_mean, self.moved)
 
     @cached_property
     def std(self) -> Tensor:

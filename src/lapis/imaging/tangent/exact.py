@@ -173,6 +173,16 @@ class ExactPosterior:
         model = self.model
         return model.image - model.jacobian @ model.weights + self.response(model.residual[None])[0]
 
+    def noise_left(self) -> float:
+        """|y - A m|^2 / (s_y^2 tr K_yy^-1): a noise variance from what the mean m leaves of the data.
+
+        s_y^2 tr K_yy^-1 is the number of measurements less the effective number of weights that m has spent on them.
+        """
+        model = self.model
+        trace = float(torch.cholesky_inverse(self._factor).trace()) + model.beyond / self.noise_variance
+        left = model.data - (model.operator @ self.tangent_mean).flatten()
+        return float(left.square().sum()) / (self.noise_variance * trace)
+
     def log_evidence(self) -> Tensor:
         return self.model.log_evidence(self.prior.coefficients(), self.noise_variance)[0]
 

@@ -155,6 +155,14 @@ class IterativePosterior:
         model = self.model
         return model.image - model.push(model.weights[None])[0] + self.response(model.residual[None])[0]
 
+    def noise_left(self) -> float:
+        """As of the exact posterior, |y - A m|^2 / (s_y^2 tr K_yy^-1); the trace by random signs, always the same."""
+        model, source = self.model, torch.Generator().manual_seed(0)
+        signs = 2 * torch.randint(2, (PROBES, len(model.data)), generator=source).to(torch.float64) - 1
+        trace = float((self.solve(signs).to(torch.float64) * signs).sum()) / PROBES
+        left = model.data.to(torch.float64) - model.operator @ self.tangent_mean
+        return float(left.square().sum()) / (self.noise_variance * trace)
+
     def solve(self, data: Tensor) -> Tensor:
         """K_yy^-1 y (k, measurements) for rows y."""
         rhs = data.to(self.model.data.dtype)

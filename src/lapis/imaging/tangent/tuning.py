@@ -45,6 +45,8 @@ class Tuned:
     """Log evidence, plus the log of the predictive complexity prior where it was used; None by probes."""
     evaluations: int
     trace: tuple[float, ...]
+    fixed_noise: bool
+    """Whether the noise was stated, not tuned."""
 
 
 def objective(
@@ -131,7 +133,7 @@ def tune(
     found = scipy.optimize.minimize(minus, first, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
     bar.close()  # type: ignore[attr-defined]
     tuned, noise = _outcome(prior, spread @ torch.from_numpy(found.x))
-    return Tuned(tuned, noise * noise_variance, -float(found.fun), int(found.nfev), tuple(trace))
+    return Tuned(tuned, noise * noise_variance, -float(found.fun), int(found.nfev), tuple(trace), fixed_noise)
 
 
 def _spread(count: int, groups: Groups) -> Tensor:
@@ -199,7 +201,7 @@ def tune_by_probes(
         with torch.no_grad():
             free.clamp_(low, high)
     tuned, factor = _outcome(prior, spread @ free.detach())
-    return Tuned(tuned, factor * noise_variance, None, steps, ())
+    return Tuned(tuned, factor * noise_variance, None, steps, (), fixed_noise)
 
 
 def tuned_posterior(
