@@ -4,7 +4,7 @@ Images are measured by few noisy projections, and reconstructed by back-projecti
 its linearised posterior (tuned by the evidence, with and without the TV predictive complexity prior), and one that was
 trained with dropout. Scores are PSNR, SSIM and the log likelihood of the true image. Every piece of work is kept in
 docs/results/tomography.json, from which an interrupted run goes on; the report holds what is there. LAPIS_PIECES names
-the pieces to run ("example surrogate costs table column stopping slices").
+the pieces to run ("example surrogate costs table column stopping centre slices").
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from typing import Any
 
 import torch
 from common import FIGURES, arguments, save
-from tomo import cells, figures, large, priors
+from tomo import cells, centres, figures, large, priors
 from tomo.cells import grid, setting
 from tomo.report import written
 from tomo.store import Store
 
 from lapis import imaging
 
-COLUMN_IMAGES, STOPPING_SEEDS = 3, 4
+COLUMN_IMAGES = 3
+STOPPING = ((20, 5), (10, 10))
+"""Angles and per cent of noise."""
 TV_RATE = 6.0
-LARGE = (("chest", 128, 40), ("phantom", 128, 40), ("phantom", 64, 40), ("phantom", 96, 40), ("phantom", 128, 20))
+LARGE = (
+    ("chest", 128, 40), ("phantom", 128, 40), ("phantom", 64, 40), ("phantom", 96, 40), ("phantom", 128, 20),
+    ("phantom", 128, 10),
+)  # fmt: skip
+
 FIRST = 10
 """Of the ten images of the table: `point="trained"` was chosen while looking at earlier ones."""
 
@@ -95,9 +101,19 @@ def column(store: Store, chosen: argparse.Namespace) -> None:
 
 
 def stopping(store: Store, chosen: argparse.Namespace) -> None:
-    for seed in range(1 if chosen.quick else STOPPING_SEEDS):
-        size, iterations = (10, 20) if chosen.quick else (24, 1500)
-        store.get(f"stopping {seed}", lambda: cells.stopping(size, iterations, seed))  # noqa: B023
+    size, iterations = (10, 20) if chosen.quick else (24, 1500)
+    drawn = {f"KMNIST {index}": cells.kmnist(FIRST + 2)[index] for index in (FIRST, FIRST + 1)}
+    images = {"phantom": imaging.shepp_logan(size)} | ({} if chosen.quick else {"chest": large.chest(size)} | drawn)
+    for name, truth in images.items():
+        for angles, percent in STOPPING[:1] if chosen.quick else STOPPING:
+            key = f"stopping {name}, {angles} angles, {percent} %"
+            store.get(key, lambda: cells.stopping(truth, angles, percent, iterations, 0))  # noqa: B023
+
+
+def centre(store: Store, chosen: argparse.Namespace) -> None:
+    """The default of `reconstruct`: the three centres of one posterior."""
+    for name, (truth, angles, percent, seed, options) in centres.settings(chosen.quick).items():
+        store.get(f"centre {name}", lambda: centres.scores(truth, angles, percent, seed, options))  # noqa: B023
 
 
 def slices(store: Store, chosen: argparse.Namespace) -> None:
@@ -110,7 +126,7 @@ def slices(store: Store, chosen: argparse.Namespace) -> None:
         def work() -> Any:
             kept = Path(gettempdir()) / f"lapis-tomography-{name}-{size}-{angles}.lapis"  # noqa: B023
             scores, shown = large.reconstructed(truth, angles, channels, iterations, steps, kept)  # noqa: B023
-            if angles == sizes[0][2] and size == max(entry[1] for entry in sizes):  # noqa: B023
+            if (name, size, angles) == next(entry for entry in sizes if entry[0] == name):  # noqa: B023
                 save(figures.large({name: shown}), f"tomography_{name}", chosen)  # noqa: B023
             return scores
 
@@ -119,7 +135,7 @@ def slices(store: Store, chosen: argparse.Namespace) -> None:
 
 PIECES = {
     "example": example, "surrogate": surrogate, "costs": costs, "table": table, "column": column,
-    "stopping": stopping, "slices": slices,
+    "stopping": stopping, "centre": centre, "slices": slices,
 }  # fmt: skip
 
 if __name__ == "__main__":
