@@ -340,6 +340,17 @@ def test_quadrature_of_a_dirichlet_is_exact(alpha: tuple[float, ...]) -> None:
         assert float((found - exact).norm() / exact.norm()) < relative
 
 
+def test_kronecker_factors_share_their_scale_out() -> None:
+    """Only U x V matters: a step does not depend on who has the scale, and leaves it with both."""
+    q = MEMBERS["kronecker"]
+    assert isinstance(q, KroneckerGaussian)
+    lopsided = KroneckerGaussian(q.mean, q.rows * 1e6, q.columns / 1e6)
+    one, other = (step(each, quartic, 0.3, "monte_carlo", samples=4, batched=True) for each in (q, lopsided))
+    torch.testing.assert_close(one.matrix, other.matrix)
+    torch.testing.assert_close(one.mean, other.mean)
+    torch.testing.assert_close(other.rows.diagonal().mean(), other.columns.diagonal().mean())
+
+
 @pytest.mark.parametrize("name", ["full", "diagonal", "kronecker"])
 def test_curvature_from_gradients_is_the_expected_hessian(name: str) -> None:
     q = MEMBERS[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lapis.errors import OptionError
-from lapis.optim import IVON, VOGN, BayesBiNN
+from lapis.errors import LapisWarning, OptionError
+from lapis.optim import IVON, VOGN, VON, BayesBiNN
 
 N = 40
 
@@ -61,6 +62,47 @@ def test_a_plain_loop_takes_the_steps_of_sampled(kind: str) -> None:
     F.cross_entropy(model(x), y).backward()
     with pytest.raises(OptionError, match="drawn weights"):
         optimiser.step()
+
+
+@pytest.mark.parametrize("kind", ["IVON", "VOGN", "BayesBiNN"])
+def test_a_loop_that_knows_nothing_of_draws_loses_its_first_step_only(kind: str) -> None:
+    """`step()` alone, without `attach`: a warning, then the steps of an attached optimiser."""
+    model, x, y = problem()
+    twin = copy.deepcopy(model)
+    optimiser, other = optimiser_of(kind, model), optimiser_of(kind, twin)
+    other.attach(twin)
+
+    def step(of: Any, network: nn.Module) -> None:
+        of.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        of.step()
+
+    before = model[0].weight.detach().clone()
+    with pytest.warns(LapisWarning, match="attach"):
+        step(optimiser, model)
+    assert torch.equal(model[0].weight, before)
+    for _ in range(3):
+        step(optimiser, model)
+        step(other, twin)
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_network_that_is_not_found_is_said() -> None:
+    """Parts that are called one by one hold too few of the weights; so does a search whose optimiser is gone."""
+    model, x, y = problem()
+    optimiser = IVON(model.parameters(), data_size=N)
+    for message in (None, "drawn weights"):
+        loss = F.cross_entropy(model[2](model[1](model[0](x))), y)
+        loss.backward()
+        with pytest.raises(OptionError, match=message) if message else pytest.warns(LapisWarning):
+            optimiser.step()
+    with pytest.raises(OptionError, match="cannot be attached"):
+        VON(model.parameters(), data_size=N).attach(model)
+    del optimiser
+    gc.collect()
+    model(x)
+    assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
 def test_failures_leave_the_mean() -> None:
@@ -180,9 +222,9 @@ def test_lightning_accumulates_draws_of_an_attached_network(tmp_path: Path, kind
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_hugging_face_trains_unmodified(tmp_path: Path, accumulated: int) -> None:
-    """Its Trainer calls step() alone, after clipping: `attach` is enough, and the steps are those of `sampled()`."""
+@pytest.mark.parametrize(("accumulated", "attached"), [(1, True), (2, True), (1, False), (2, False)])
+def test_hugging_face_trains_unmodified(tmp_path: Path, accumulated: int, attached: bool) -> None:
+    """Its Trainer calls step() alone, after clipping: the steps are those of `sampled()`, less the first unattached."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     torch.manual_seed(0)
@@ -202,11 +244,14 @@ def test_hugging_face_trains_unmodified(tmp_path: Path, accumulated: int) -> Non
 
     class Sampled(transformers.Trainer):  # type: ignore[name-defined,misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if not attached and self.state.global_step == 0:  # weights at the mean, and no step from there
+                return super().training_step(*args, **kwargs)
             with other.sampled():
                 return super().training_step(*args, **kwargs)
 
     optimiser, other = (IVON(each.parameters(), data_size=16) for each in (model, twin))
-    optimiser.attach(model)
+    if attached:
+        optimiser.attach(model)
     before = model.classifier.weight.detach().clone()
     for trainer, network, its in ((transformers.Trainer, model, optimiser), (Sampled, twin, other)):
         schedule = torch.optim.lr_scheduler.LambdaLR(its, lambda _: 1.0)

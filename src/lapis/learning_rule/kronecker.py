@@ -147,7 +147,10 @@ class KroneckerGaussian(Gaussian):
         return (rows @ matrix @ self.columns + self.rows @ matrix @ columns).flatten()
 
     def moved(self, gradient: Parameters, rate: float, improved: bool) -> KroneckerGaussian:
-        """U + rate A and V + rate B; improved: U + rate A + rate^2/2 A U^-1 A, V alike, are positive definite."""
+        """U + rate A and V + rate B; improved: U + rate A + rate^2/2 A U^-1 A, V alike, are positive definite.
+
+        Only U x V matters, so the scale that they can exchange is shared out: it would drift to infinity over a run.
+        """
         changes = 2 * gradient[1], 2 * gradient[2]
         factors = []
         for name, factor, change in zip(("rows", "columns"), (self.rows, self.columns), changes, strict=True):
@@ -156,7 +159,10 @@ class KroneckerGaussian(Gaussian):
                 new = new + rate**2 / 2 * change @ torch.linalg.solve(factor, change)
             factors.append(positive_definite(name, (new + new.T) / 2))
         step = self._matrices(gradient[0] + self._changed(*changes))
-        return KroneckerGaussian(self.mean - rate * _solve(factors[0], step, factors[1]), *factors)
+        mean = self.mean - rate * _solve(factors[0], step, factors[1])
+        rows, columns = factors
+        share = (columns.diagonal().mean() / rows.diagonal().mean()).sqrt()
+        return KroneckerGaussian(mean, rows * share, columns / share)
 
 
 def _solve(rows: Tensor, matrix: Tensor, columns: Tensor) -> Tensor:

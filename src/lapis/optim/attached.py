@@ -7,12 +7,17 @@ network, or anything asked of the optimiser, then restores the mean.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from lapis.errors import LapisWarning, OptionError, users_level
 
 if TYPE_CHECKING:
     from lapis.optim.sampling import SamplingOptimizer
@@ -73,6 +78,56 @@ class Attached:
         """Close when the backward pass that has come here ends, and all gradients are there."""
         if self._open is not None and not self._optimiser._differentiates():
             torch.autograd.Variable._execution_engine.queue_callback(self.close)
+
+
+class Sought:
+    """Attaches an optimiser to the next module that is called and holds all of its parameters: the network itself.
+
+    Args:
+        optimiser: the one that knows its parameters only.
+    """
+
+    def __init__(self, optimiser: SamplingOptimizer) -> None:
+        self._optimiser = weakref.ref(optimiser)
+        self._handle = register_module_forward_pre_hook(self._before)
+
+    def remove(self) -> None:
+        """End the search."""
+        self._handle.remove()
+
+    def close(self) -> None:
+        """Nothing has been drawn."""
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        optimiser = self._optimiser()
+        if optimiser is None:
+            self.remove()
+        elif {id(p) for p in optimiser._trainable()} <= {id(p) for p in module.parameters()}:
+            self.remove()
+            optimiser.attach(module)._before(module, args, {})  # its own hook misses this call
+
+
+def attached(model: nn.Module, optimiser: SamplingOptimizer) -> Attached:
+    """The network with its hooks; OptionError for optimisers that hooks cannot serve."""
+    if not optimiser.attaches:
+        raise OptionError(
+            f"{type(optimiser).__name__} cannot be attached to a network",
+            expected="a loop that calls step(closure), or differentiates within `with optimiser.sampled():`",
+            got="attach(model)",
+            do="write the loop so, or use IVON",
+        )
+    return Attached(model, optimiser)
+
+
+def attached_unasked(model: nn.Module | None, optimiser: SamplingOptimizer) -> Attached | Sought:
+    """For a loop that calls `step()` alone: the network, or the search for it, from the next forward pass on."""
+    warnings.warn(
+        "step() came without a draw of the weights, and left them as they are: from now on every forward pass of the "
+        "network in training mode draws, as after optimiser.attach(model). Call that before, and no step is lost.",
+        LapisWarning,
+        stacklevel=users_level(),
+    )
+    return Sought(optimiser) if model is None else attached(model, optimiser)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

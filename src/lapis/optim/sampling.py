@@ -7,7 +7,6 @@ They keep torch's habits: parameter groups, schedulers, gradients that add up un
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,9 +18,10 @@ from torch.optim import Optimizer
 
 from lapis.errors import DataError, OptionError
 from lapis.network.untouched import keep_freed_memory
-from lapis.optim.attached import Attached
+from lapis.optim.attached import Attached, Sought, attached, attached_unasked
 from lapis.optim.checks import check_data_size, checked_parameters
 from lapis.optim.draws import Draws
+from lapis.optim.marks import Mark, never
 from lapis.options import check_arguments, check_positive, shown
 from lapis.ranks import Ranks
 
@@ -46,6 +46,8 @@ class SamplingOptimizer(Optimizer):
 
     pairs_noise_with_gradients: ClassVar[bool] = True
     """Whether the curvature comes from a draw's noise times its own gradient."""
+    attaches: ClassVar[bool] = True
+    """Whether `attach` can draw from a network's hooks."""
 
     def __init__(
         self,
@@ -68,15 +70,15 @@ class SamplingOptimizer(Optimizer):
         """Examples behind the statistics, where a class counts them."""
         self._contexts = 0
         """Draws that have been differentiated within `sampled()` since the last step."""
-        self._spent: dict[Tensor, _Mark] = {}
+        self._spent: dict[Tensor, Mark] = {}
         """Gradients that the last step has used, or that are older than the optimiser."""
         self._cleared = False
         """Whether the present closure has called `zero_grad`."""
         self._means: dict[Tensor, Tensor] | None = None
         """The means, while the weights are a draw."""
-        self._attached: Attached | None = None
+        self._attached: list[Attached | Sought] = []
         super().__init__(checked_parameters(params), defaults)
-        self._spent = {p: _Mark(p.grad) for p in self._trainable() if p.grad is not None}
+        self._spent = {p: Mark(p.grad) for p in self._trainable() if p.grad is not None}
 
     # to be implemented by each class ---------------------------------------------------------------
 
@@ -111,6 +113,10 @@ class SamplingOptimizer(Optimizer):
         """Whether the present backward pass is the optimiser's own."""
         return False
 
+    def _network(self) -> nn.Module | None:
+        """The network, where the optimiser was told."""
+        return None
+
     # drawing ---------------------------------------------------------------------------------------
 
     @contextmanager
@@ -124,7 +130,7 @@ class SamplingOptimizer(Optimizer):
         earlier = {p: gradient.clone() for p, gradient in self._gradients()} if self._contexts else {}
         with self._drawn():
             yield
-            changed = [p for p, gradient in self._gradients() if not marks.get(p, _never)(gradient)]
+            changed = [p for p, gradient in self._gradients() if not marks.get(p, never)(gradient)]
             if not changed:
                 return
             own = {p: p.grad for p in changed if p.grad is not None}
@@ -149,8 +155,9 @@ class SamplingOptimizer(Optimizer):
         """
         check_arguments(SamplingOptimizer.attach, locals())
         self._settle()
-        self._attached = Attached(model, self)
-        return self._attached
+        found = attached(model, self)
+        self._attached.append(found)
+        return found
 
     @property
     def is_draw(self) -> bool:
@@ -159,8 +166,8 @@ class SamplingOptimizer(Optimizer):
 
     def _settle(self) -> None:
         """Bring the mean back if an attached network has been left at a draw."""
-        if self._attached is not None:
-            self._attached.close()
+        for each in self._attached:
+            each.close()
 
     @contextmanager
     def _drawn(self) -> Iterator[None]:
@@ -190,13 +197,18 @@ class SamplingOptimizer(Optimizer):
 
         Args:
             closure: clears the gradients, computes the mean loss of the batch, backpropagates and returns it. It runs
-                `draws` times, each time at new weights. Without one, the gradients are those of `sampled()`.
+                `draws` times, each time at new weights. Without one, the gradients are those of `sampled()`; the first
+                time that they are not, the optimiser warns, leaves out the step, and attaches itself to the network.
         """
         loss = None
         self._settle()
         if closure is not None:
             loss = self._run(closure)
         elif not self._contexts:
+            if self.attaches and not self._attached and self._strays():
+                self._attached.append(attached_unasked(self._network(), self))
+                self._spent = self._marks()
+                return None
             raise OptionError(
                 "The loss has not been differentiated at drawn weights",
                 expected="step(closure), or loss.backward() within `with optimiser.sampled():` before step()",
@@ -232,7 +244,7 @@ class SamplingOptimizer(Optimizer):
     def _averaged(self, closure: Callable[[], Any]) -> tuple[list[Any], Statistics, float]:
         """Losses of all draws, means of their statistics and examples; the mean of their gradients stays in `.grad`."""
         losses, totals, gradients, examples = [], Statistics(), Statistics(), 0.0
-        strays = {p for p, gradient in self._gradients() if not self._spent.get(p, _never)(gradient)}
+        strays = self._strays()
         self._cleared = False
         for _ in range(self.draws):
             marks = self._marks()
@@ -240,7 +252,7 @@ class SamplingOptimizer(Optimizer):
                 with torch.enable_grad():
                     losses.append(closure())
                 own = dict(self._gradients())
-                if all(marks.get(p, _never)(gradient) for p, gradient in own.items()):
+                if all(marks.get(p, never)(gradient) for p, gradient in own.items()):
                     raise OptionError(
                         "The closure computed no gradients",
                         expected="one that clears the gradients, computes the loss, backpropagates and returns it",
@@ -318,8 +330,12 @@ class SamplingOptimizer(Optimizer):
                     )
                 yield p, p.grad
 
-    def _marks(self) -> dict[Tensor, _Mark]:
-        return {p: _Mark(gradient) for p, gradient in self._gradients()}
+    def _strays(self) -> set[Tensor]:
+        """Parameters whose gradients no step has used, and no draw has."""
+        return {p for p, gradient in self._gradients() if not self._spent.get(p, never)(gradient)}
+
+    def _marks(self) -> dict[Tensor, Mark]:
+        return {p: Mark(gradient) for p, gradient in self._gradients()}
 
     def _ready(self, group: Mapping[str, Any]) -> list[Tensor]:
         """Parameters of a group that have a gradient and statistics; the others are skipped, as torch does."""
@@ -370,25 +386,7 @@ class SamplingOptimizer(Optimizer):
             name: self.__dict__[name]
             for name in ("draws", "_ranks", "_checked_ranks", "_noise", "_seen", "_examples", "_contexts", "_means")
         }
-        return {**super().__getstate__(), **own, "_attached": None, "_spent": {}, "_cleared": False}
-
-
-class _Mark:
-    """Recognises a gradient that has not changed since; holds no memory."""
-
-    def __init__(self, gradient: Tensor) -> None:
-        self._tensor, self._version = weakref.ref(gradient), gradient._version
-
-    def same(self, gradient: Tensor) -> bool:
-        """Whether it is the same tensor, to which something may have been added."""
-        return self._tensor() is gradient
-
-    def __call__(self, gradient: Tensor) -> bool:
-        return self.same(gradient) and gradient._version == self._version
-
-
-def _never(gradient: Tensor) -> bool:
-    return False
+        return {**super().__getstate__(), **own, "_attached": [], "_spent": {}, "_cleared": False}
 
 
 def state_dtype(p: Tensor) -> torch.dtype:

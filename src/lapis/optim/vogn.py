@@ -117,6 +117,9 @@ class VOGN(DiagonalOptimizer):
         if module is self.model and self._squares is not None:
             self._squares.begin(module, args, kwargs)
 
+    def _network(self) -> nn.Module:
+        return self.model
+
     def _differentiates(self) -> bool:
         return self._squares is not None and self._squares.differentiates
 

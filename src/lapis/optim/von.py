@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,8 @@ class VON(WithProcess, SamplingOptimizer):
         draws: of the weights in each `step(closure)`.
         generator: source of the seed, 0 without one; see `SamplingOptimizer`.
     """
+
+    attaches: ClassVar[bool] = False
 
     def __init__(
         self,
