@@ -152,12 +152,16 @@ def test_em_finds_the_prior_and_noise_of_bayesian_ridge() -> None:
     ridge = BayesianRidge(
         fit_intercept=False, alpha_1=0, alpha_2=0, lambda_1=0, lambda_2=0, tol=1e-10, max_iter=1000
     ).fit(phi.numpy(), y.numpy())
-    found = lapis.linear(phi, y, "regression", samples=200).tune(tolerance=1e-4)
+    found = lapis.linear(phi, y, "regression", samples=20).tune(tolerance=1e-6)
     assert found.tuning is not None
     assert found.tuning.converged
-    # gamma, nearly 40, is from 200 draws: relative errors of the precisions below 5 / sqrt(200 * 40 / 2)
-    assert float(found.prior.precision) == pytest.approx(ridge.lambda_, rel=0.03)
-    assert float(found.likelihood.noise) == pytest.approx(ridge.alpha_**-0.5, rel=0.01)  # type: ignore[arg-type]
+    # gamma, nearly 40, is from 20 draws: five standard errors of `determined`
+    curved = torch.linalg.eigvalsh(phi.mT @ phi) * ridge.alpha_
+    leverages = curved / (curved + ridge.lambda_)
+    error = 5 * float((leverages - leverages.mean()).norm()) * (2 / 20) ** 0.5 / float(leverages.sum())
+    assert error < 0.002
+    assert float(found.prior.precision) == pytest.approx(ridge.lambda_, rel=error)
+    assert float(found.likelihood.noise) == pytest.approx(ridge.alpha_**-0.5, rel=error)  # type: ignore[arg-type]
     torch.testing.assert_close(found.mean, torch.from_numpy(ridge.coef_), rtol=1e-3, atol=1e-3)
     fresh, std = problem(50, 40)[0], None
     mean, std = ridge.predict(fresh.numpy(), return_std=True)
@@ -224,6 +228,9 @@ def test_what_cannot_be_fitted_is_refused_before_any_work() -> None:
         with pytest.raises(lapis.LapisError):
             lapis.linear(features, data, likelihood, **options)
     found = lapis.linear(PHI, Y, "regression", samples=1)
+    for likelihood in ("classification", "heteroscedastic"):
+        with pytest.raises(lapis.LapisError, match=r"one output.*one binary model for each class"):
+            lapis.linear(PHI, torch.zeros(N, dtype=torch.long), likelihood)
     with pytest.raises(lapis.DataError, match="columns"):
         found.predict(PHI[:, :3])
     with pytest.raises(lapis.OptionError, match="groups"):

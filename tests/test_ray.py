@@ -73,26 +73,38 @@ def test_no_shards_and_sums_of_one_term_are_refused() -> None:
         on_ray.statistics(model, [], "classification")
     with pytest.raises(lapis.OptionError, match="fan_in >= 2"):
         on_ray.statistics(model, [(x, y)], "classification", fan_in=1)
+    with pytest.raises(lapis.OptionError, match="one basis only"):
+        on_ray.statistics(model, [(x, y)], "classification", structure="ekfac")
+
+
+PATIENCE = {
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_worker_register_timeout_seconds": "300",  # importing torch takes a minute beside much other work
+    "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_health_check_timeout_ms": "300000",
+    "RAY_memory_monitor_refresh_ms": "0",  # no worker is killed for what other programs take
+}
+"""Ray's own limits of time and memory, which a busy machine exceeds."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="an extra that `make test` does not install; `make test-extras` does")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
-    yield ray
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in PATIENCE.items():
+            patch.setenv(name, value)
+        ray.init(num_cpus=1, object_store_memory=10**8, include_dashboard=False, log_to_driver=False)
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
+        yield ray
+        ray.shutdown()
 
 
-@pytest.mark.parametrize("fan_in", [2, 4])
-def test_a_killed_worker_costs_its_shard_only_and_the_sum_is_that_of_one_process(
-    cluster: Any, tmp_path: Path, fan_in: int
-) -> None:
+def test_a_killed_worker_costs_its_shard_only_and_the_sum_is_that_of_one_process(cluster: Any, tmp_path: Path) -> None:
     model, x, y = problem()
-    deaths = [0, 2, 0, 0, 1]
+    deaths = [0, 1, 0, 0, 2]
     shards = [kept((x[a:b], y[a:b]), tmp_path, i, deaths[i]) for i, (a, b) in enumerate(CUTS)]
-    total = on_ray.statistics(model, shards, "classification", structure="kronecker", fan_in=fan_in)
-    assert [len(list(tmp_path.glob(f"{i}-*"))) for i in range(5)] == [1, 3, 1, 1, 2]
+    total = on_ray.statistics(model, shards, "classification", structure="kronecker", fan_in=2)
+    assert [len(list(tmp_path.glob(f"{i}-*"))) for i in range(5)] == [1, 2, 1, 1, 3]
     whole = lapis.laplace(model, (x, y), "classification", structure="kronecker", prior=2.0, weights="all")
     found = total.posterior(2.0)
     assert total.n_data == 33
@@ -101,8 +113,12 @@ def test_a_killed_worker_costs_its_shard_only_and_the_sum_is_that_of_one_process
     torch.testing.assert_close(found.log_evidence(), whole.log_evidence(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(found.predict(x).probs, whole.predict(x).probs, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(found.tune().prior.precision, whole.tune().prior.precision, rtol=1e-6, atol=0)
-    again = on_ray.statistics(model, shards, "classification", structure="kronecker", fan_in=fan_in)
+    again = on_ray.statistics(model, shards, "classification", structure="kronecker", fan_in=2)
     assert torch.equal(again.posterior(2.0).log_evidence(), found.log_evidence())
+    options: Any = {"structure": "ekfac", "fan_in": 4}
+    within = on_ray.statistics(model, shards, "classification", basis=total, **options).posterior(2.0)
+    whole = lapis.laplace(model, (x, y), "classification", structure="ekfac", prior=2.0, weights="all")
+    torch.testing.assert_close(within.log_evidence(), whole.log_evidence(), rtol=1e-8, atol=1e-8)
 
 
 def test_a_shard_that_fails_is_named_and_files_that_come_late_are_read_again(cluster: Any, tmp_path: Path) -> None:

@@ -81,3 +81,14 @@ def stretch(before: tuple[Tensor, Tensor] | None, here: Tensor, there: Tensor, l
     step = here - before[0]
     slope = torch.where(step == 0, 0.0, (there - before[1]) / torch.where(step == 0, 1.0, step))
     return torch.where(slope < 1, 1 / (1 - slope.clamp(max=0.99)), longest).clamp(SHORTEST, longest)
+
+
+def determined(explained: Tensor, held: Tensor, weights: int) -> Tensor:
+    """gamma, 0-d, from draws z (k) of N(0, A^-1) by explained = |G z|^2 and held = |z|^2_Lambda, (k,) each.
+
+    Both add up to z^T A z, which is `weights` on average. So gamma = weights * explained / (explained + held), with
+    means over the draws: a number between 0 and `weights`, of variance 2 / k sum (h_i - gamma / weights)^2 for
+    leverages h_i, where the mean of |G z|^2 alone has 2 / k sum h_i^2, far more where most weights are determined.
+    """
+    data = explained.double().mean()
+    return weights * data / (data + held.double().mean())

@@ -74,6 +74,13 @@ def linear(
     """
     check_arguments(linear, locals(), apart=("likelihood",))
     chosen = resolve_likelihood(likelihood)
+    if chosen.name in ("categorical", "heteroscedastic"):
+        raise LikelihoodError(
+            "A linear model has one output",
+            expected='"regression", "binary", "poisson" or a Likelihood of one output',
+            got=repr(likelihood),
+            do="fit one binary model for each class, or lapis.laplace to a torch.nn.Linear",
+        )
     if chosen.noise is not None and chosen.noise.numel() != 1:
         raise LikelihoodError(
             "A linear model has one output", expected="one noise", got=str(chosen.noise.numel()), do="pass one number"

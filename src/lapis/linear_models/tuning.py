@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapis.errors import LapisWarning
 from lapis.evidence import Tuning
-from lapis.evidence.fixed_point import stretch
+from lapis.evidence.fixed_point import determined, stretch
 from lapis.evidence.point import LARGEST_LOG
 from lapis.latent.driver import Expected, LatentModel, em
 from lapis.likelihoods import Likelihood
@@ -91,13 +91,15 @@ def refitted(
 def gamma(posterior: LinearPosterior) -> Tensor:
     """The effective parameters of each group, (G,), from the draws z.
 
-    With one group mean_k |h^1/2 Phi z_k|^2; with several mean_k |e_kg|^2 - |z_kg|^2_Lambda, e the white noise of z's
-    prior part: for weights that the data do not determine the two terms cancel exactly.
+    With one group from |h^1/2 Phi z_k|^2 and |z_k|^2_Lambda, see `determined`; with several mean_k |e_kg|^2 -
+    |z_kg|^2_Lambda, e the white noise of z's prior part: for weights that the data do not determine the two terms
+    cancel exactly.
     """
     system, z = posterior.system, posterior.deviations
     if len(posterior.prior.precision) == 1:
         spread = [float((system.design.forward(row[None]).square() * system.curvature).sum()) for row in z]
-        return torch.tensor([sum(spread) / len(spread)], dtype=torch.float64)
+        held = torch.stack([row.square() @ system.diagonal for row in z])
+        return determined(held.new_tensor(spread), held, posterior.n_weights).reshape(1)
     total = torch.zeros_like(posterior.prior.precision)
     for number, row in enumerate(z):
         e, _ = system.noise(posterior.drawing.seed + number, 1)
@@ -138,10 +140,10 @@ class Hyperparameters(LatentModel):
     def expectation(self, data: Tensor) -> Expected:
         """gamma (G,) from draws, |w|^2 in units of the prior (G,), and the squared errors; `data`: targets (n,)."""
         now = self.posterior
-        determined = torch.maximum(torch.minimum(gamma(now), self.highest), self.lowest)
+        effective = torch.maximum(torch.minimum(gamma(now), self.highest), self.lowest)
         scales = 1.0 if now.prior.scales is None else now.prior.scales
         distance = now.prior.by_group(scales * now.mean.square()).clamp(min=torch.finfo(torch.float64).tiny)
-        sums = {"effective": determined, "distance": distance}
+        sums = {"effective": effective, "distance": distance}
         if self.noise:
             sums["errors"] = (data - now.system.design.forward(now.mean[None])[0]).square().sum()
         return Expected(sums, torch.tensor(math.nan), now.n_data)
@@ -149,10 +151,10 @@ class Hyperparameters(LatentModel):
     def maximisation(self, expected: Expected) -> Hyperparameters:
         """alpha_g <- gamma_g / |w_g|^2, noise^2 <- SSE / (n - gamma), stretched by the slope between rounds."""
         now, sums = self.posterior, expected.statistics
-        prior, likelihood, determined = now.prior, now.likelihood, sums["effective"]
-        here, there = prior.precision.log(), (determined / sums["distance"]).log()
+        prior, likelihood, effective = now.prior, now.likelihood, sums["effective"]
+        here, there = prior.precision.log(), (effective / sums["distance"]).log()
         if self.noise and likelihood.noise is not None:
-            free = max(expected.count - float(determined.sum()), 1.0)
+            free = max(expected.count - float(effective.sum()), 1.0)
             variance = sums["errors"].clamp(min=1e-300) / free
             here = torch.cat([here, likelihood.noise.detach().double().reshape(1).log()])
             there = torch.cat([there, 0.5 * variance.reshape(1).log()])
@@ -163,7 +165,7 @@ class Hyperparameters(LatentModel):
         found = refitted(now, replace(prior, precision=logs[: len(prior.precision)].exp()), likelihood)
         step = (*found.prior.precision.tolist(), *([] if likelihood.noise is None else [float(likelihood.noise)]))
         return replace(
-            self, posterior=found, effective=determined, change=float((there - here).abs().max()), before=(here, there),
+            self, posterior=found, effective=effective, change=float((there - here).abs().max()), before=(here, there),
             path=(*self.path, step),
         )  # fmt: skip
 
@@ -173,7 +175,7 @@ def tune(
 ) -> LinearPosterior:
     """See `LinearPosterior.tune`."""
     sizes = posterior.prior.by_group(torch.ones(posterior.n_weights, dtype=torch.float64))
-    lowest, highest = (0.5 * sizes).clamp(max=1.0), torch.maximum(sizes - 1, 0.5 * sizes)
+    lowest, highest = (0.5 * sizes).clamp(max=1.0), torch.maximum(sizes - 1, 0.5 * sizes) if len(sizes) > 1 else sizes
     highest = highest.clamp(max=posterior.n_data)
     if posterior.prior.vector().shape != posterior.system.precision.shape:
         posterior = refitted(posterior, posterior.prior, posterior.likelihood)

@@ -7,14 +7,15 @@ The weights are the latent variables, and `lapis.latent.em` runs the rounds. EM'
 alpha <- P / E|theta - m|^2, where E|theta - m|^2 = |mean - m|^2 + tr A^-1; as gamma = P - alpha tr A^-1, both have the
 same fixed points, and MacKay's, above, comes to them in far fewer rounds.
 
-With one group gamma = mean_k sum_n |J_n z_k|^2_H: the variance of the draws' outputs in units of the noise. Otherwise
-gamma_g = mean_k |e_kg|^2 - alpha_g |z_kg|^2, where e is the white noise of z's prior part: its expectation is
-P_g - alpha_g E|z_g|^2, and for weights that the data do not determine the two terms cancel exactly. (z_g . (GGN z)_g
-has the same expectation, but is large and of either sign when groups compensate each other.) Gamma is clipped to
-[1, P_g - 1], and to at most the number of rows of G. The white noise is drawn once and rescaled with the prior, and
-every solve starts from the previous solution, so that later rounds are cheap and the iteration x <- g(x) in
-x = log alpha has a limit. At theta* it tends to overshoot, and with an uninformative prior to be slow; so from the
-second round on each group steps by (g(x) - x) / (1 - s), with s the slope of g between the last two rounds.
+With one group gamma is P times the share of sum_n |J_n z_k|^2_H, the variance of the draws' outputs in units of the
+noise, in z_k^T A z_k (`evidence.fixed_point.determined`). Otherwise gamma_g = mean_k |e_kg|^2 - alpha_g |z_kg|^2, where
+e is the white noise of z's prior part: its expectation is P_g - alpha_g E|z_g|^2, and for weights that the data do not
+determine the two terms cancel exactly. (z_g . (GGN z)_g has the same expectation, but is large and of either sign when
+groups compensate each other.) Gamma is clipped to [1, P_g - 1] (to P where there is one group), and to at most the
+number of rows of G. The white noise is drawn once and rescaled with the prior, and every solve starts from the previous
+solution, so that later rounds are cheap and the iteration x <- g(x) in x = log alpha has a limit. At theta* it tends to
+overshoot, and with an uninformative prior to be slow; so from the second round on each group steps by (g(x) - x) / (1 -
+s), with s the slope of g between the last two rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 from lapis.batches import Batch
 from lapis.errors import LapisWarning, OptionError
 from lapis.evidence import TangentMode, TangentProblem, Tuning
-from lapis.evidence.fixed_point import stretch
+from lapis.evidence.fixed_point import determined, stretch
 from lapis.evidence.point import LARGEST_LOG
 from lapis.latent.driver import Expected, LatentModel, em
 from lapis.options import check_choice
@@ -141,7 +142,9 @@ class Hyperparameters(LatentModel):
         """gamma (G,) from draws, |theta - m|^2 (G,), and the noise's statistics; `data`: the group of each weight."""
         current, z = self.posterior, self.sampler.under(self.posterior, False)
         if len(self.precision) == 1:
-            gamma = float(current.scale.detach()) * _spread(current, z).reshape(1)
+            spread = float(current.scale.detach()) * current.curvature.root(z).double().square().sum(1)
+            held = torch.stack([row.double().square() @ current.gaussian.precision.double() for row in z])
+            gamma = determined(spread, held, current.n_weights).reshape(1)
         else:
             share = (self.sampler.white.square() - current.gaussian.precision * z.square()).double().mean(0)
             gamma = torch.zeros_like(self.precision).index_add(0, data, share)
@@ -210,6 +213,7 @@ def tune(
         )
     sizes, index = prior.sizes(), prior.group_index()
     lowest, highest = torch.minimum(sizes / 2, torch.ones_like(sizes)), torch.maximum(sizes - 1, sizes / 2)
+    highest = highest if len(sizes) > 1 else sizes
     highest = highest.clamp(max=posterior.curvature.rows)
     base = posterior.likelihood.noise if noise else None
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
@@ -253,11 +257,6 @@ def _foretold(posterior: ImplicitPosterior, z: Tensor, batch: Batch) -> Predicti
         posterior.network, canonical, posterior.n_outputs, deviations, batch.inputs, kind, posterior.facts.memory_budget
     )
     return predict_outputs(posterior.likelihood, latent)
-
-
-def _spread(posterior: ImplicitPosterior, z: Tensor) -> Tensor:
-    """mean_k sum_n |S_n^T J_n z_k|^2, 0-d float64."""
-    return posterior.curvature.root(z).double().square().sum(1).mean()
 
 
 def _with(posterior: ImplicitPosterior, precision: Tensor, base: Tensor | None, factor: float) -> ImplicitPosterior:
