@@ -33,6 +33,11 @@ def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_no_page_holds_both_sides_of_a_merge() -> None:
+    marked = re.compile(r"^(<{7} |={7}$|>{7} )", re.MULTILINE)
+    assert [name(page) for page in PAGES if marked.search(page.read_text(encoding="utf-8"))] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:", 1)[1]
     listed = re.findall(r"([\w./-]+\.md)$", navigation, re.MULTILINE)
