@@ -5,27 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from lapis.batches import Inputs, check_repeatable, describe, naming, take
+from lapis.batches import Batch, Inputs, check_repeatable, describe, naming, take
 from lapis.curvature.backward.proof import unexplained
-from lapis.curvature.blocks.partition import NAMES, Structure, build_blocks, resolve_structure, to_device
-from lapis.curvature.outputs import check_factors
+from lapis.curvature.blocks.partition import Structure, resolve_structure
 from lapis.curvature.plan import PLANNING_EXAMPLES, planned_tape
 from lapis.curvature.products.ggn import ImplicitCurvature
-from lapis.curvature.sample import Sample
 from lapis.curvature.sums import Curvature
 from lapis.curvature.tape import Tape
-from lapis.errors import LapisWarning, ModelError, OptionError, PriorError
+from lapis.errors import LapisWarning, ModelError, PriorError, users_level
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
 from lapis.network import Network, Weights
 from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace.arguments import refuse_options
+from lapis.posteriors.laplace.fit_options import CURVATURES, MATRIX_FREE, FitOptions
 from lapis.posteriors.laplace.matrix_free.implicit import ImplicitPosterior
 from lapis.posteriors.laplace.passes import DataSource, Passes
 from lapis.posteriors.laplace.stored import LaplacePosterior
@@ -36,20 +35,6 @@ from lapis.priors import Prior, as_prior
 from lapis.shards import Distributed
 
 log = logging.getLogger("lapis")
-
-MANY_OUTPUTS = 256
-"""Above this many outputs per example (positions included) curvature="ggn" samples the Fisher information instead."""
-
-CURVATURES = {
-    "ggn": "ggn",
-    "exact": "ggn",
-    "sampled": "sampled",
-    "fisher": "sampled",
-    "empirical": "empirical",
-    "hessian": "hessian",
-}
-
-MATRIX_FREE = ("lowrank", "implicit")
 
 
 @overload
@@ -168,13 +153,14 @@ def laplace(
     likelihood, chosen_prior, probe = resolve_likelihood(likelihood), as_prior(prior), Network(model)
     check_arguments(laplace, locals(), apart=("prior", "weights"))
     check_choice("curvature", curvature, CURVATURES)
-    if NAMES.get(structure) == "ekfac" and basis is None:
+    asked = FitOptions(structure, curvature, sharing, bias, fisher_samples, rank, basis)
+    if asked.reads_twice:
         check_repeatable(data)
     choices: list[str] = []
     which: Weights
     if isinstance(weights, Subnetwork):
-        structure = "dense" if structure == "auto" else structure
-        resolve_structure(structure, weights.size(probe), memory_budget)  # refused before the variances are fitted
+        asked = replace(asked, structure="dense" if structure == "auto" else structure)
+        resolve_structure(asked.structure, weights.size(probe), memory_budget)  # before the variances are fitted
 
         def variances() -> Tensor:
             check_repeatable(data)
@@ -194,101 +180,40 @@ def laplace(
     source = DataSource(data, probe, batch_size, distributed)
     first = source.first()  # an error says so where there is none
     few = take(first.inputs, 0, min(len(first), PLANNING_EXAMPLES))
-    network = probe if isinstance(which, str) and which in ("all", "auto") else Network(model, which, example=few)
-    chosen, note = resolve_structure(structure, network.size, memory_budget)
-    if isinstance(which, str) and which == "auto" and structure == "auto" and likelihood.kind == "classification":
-        last = _last_layer(model, few, chosen_prior) if chosen != "dense" else None
-        if last is not None:
-            network = last
-            chosen, note = resolve_structure(structure, network.size, memory_budget)
-            note = f"the last layer of a classifier with {probe.size:,} weights; {note}"
-    network.example = few
-    _check_structure(chosen, structure, curvature)
-    _refuse_without_meaning(chosen, structure, {"rank": rank}, ("lowrank",))
-    _refuse_without_meaning(chosen, structure, {"sharing": sharing, "bias": bias}, ("kronecker", "ekfac"))
-    _refuse_without_meaning(chosen, structure, {"basis": basis}, ("ekfac",))
-    if chosen in MATRIX_FREE and network.dtype not in (torch.float32, torch.float64):
-        raise ModelError(
-            f"Products with vectors in {network.dtype} are too inexact to solve or decompose with",
-            expected=f'float32 or float64 weights with structure="{chosen}"',
-            got=str(network.dtype),
-            do='convert the network: model.float(), or use structure="kronecker", "diagonal" or "dense"',
-        )
+    network, chosen, note = _chosen(probe, which, asked.structure, few, likelihood, chosen_prior, memory_budget)
+    asked.check(chosen, network)
     weight_prior = chosen_prior.resolve(network)
-
-    def common(curvature: Curvature | ImplicitCurvature) -> dict[str, Any]:
-        """The fields shared by posteriors of all structures."""
-        return {
-            "network": network,
-            "likelihood": likelihood,
-            "facts": Facts(curvature.n_data, curvature.outputs, curvature.signature, fingerprint, memory_budget),
-            "mean": weights_now,
-            "point": weights_now,
-            "fitted_likelihood": likelihood,
-            "prior": chosen_prior,
-            "weight_prior": weight_prior,
-            "structure": chosen,
-            "temperature": temperature,
-        }
-
     with network.prepared():
         weights_now, fingerprint = network.flat(), network.fingerprint()
-        with naming(f"batch {first.index}"):
-            if chosen == "implicit":
-                tape = Tape(network, likelihood.canonical)
-                record = tape.record(few)  # checks that an example's output does not depend on other examples
-                unexplained(record, network, ())  # and that it can be differentiated
-                outputs = record.f
-            else:
-                tape, outputs = planned_tape(network, likelihood.canonical, first.inputs)
-            likelihood.check_outputs(outputs)
-            seen = suspicion(network, likelihood, outputs.detach(), first)
-        if seen is not None:
-            warnings.warn(seen, LapisWarning, stacklevel=2)
-        network.signature = describe(first.inputs)
+        tape, outputs = _first_look(network, likelihood, chosen, first, few)
         fit = Passes(network, likelihood, source, weight_prior, temperature, memory_budget, progress)
         if chosen in MATRIX_FREE:
             refuse_options(f"The {chosen} structure is no sum that a file could hold", checkpoint=checkpoint)
         source.agree(network, chosen, likelihood, weight_prior, tape)
+
+        def common(curvature: Curvature | ImplicitCurvature) -> dict[str, Any]:
+            """The fields shared by posteriors of all structures."""
+            return {
+                "network": network,
+                "likelihood": likelihood,
+                "facts": Facts(curvature.n_data, curvature.outputs, curvature.signature, fingerprint, memory_budget),
+                "mean": weights_now,
+                "point": weights_now,
+                "fitted_likelihood": likelihood,
+                "prior": chosen_prior,
+                "weight_prior": weight_prior,
+                "structure": chosen,
+                "temperature": temperature,
+            }
+
         if chosen == "implicit":
             products = fit.implicit()
             return ImplicitPosterior(curvature=products, **common(products))
-        kind, choices = CURVATURES[curvature], [*choices, note]
-        if curvature == "ggn" and outputs[0].numel() > MANY_OUTPUTS and chosen not in MATRIX_FREE:
-            kind = "sampled"
-            choices.append(
-                f"Fisher information from {fisher_samples or 1} drawn target(s), for {outputs[0].numel()} outputs an "
-                "example"
-            )
-            warnings.warn(
-                f"With {outputs[0].numel()} outputs an example the Fisher information is sampled; "
-                'curvature="exact" forbids that.',
-                LapisWarning,
-                stacklevel=2,
-            )
-        if kind != "sampled":
-            refuse_options(f"The {kind} curvature draws no targets", fisher_samples=fisher_samples)
+        kind, sampling = asked.kind(chosen, outputs)
+        choices += [note, *sampling]
         if tape.plan.general:
             choices.append(f"general per-example rule for {', '.join(sorted(tape.plan.general))}")
-        blocks = build_blocks(chosen, tape.plan.sites, sharing or "expand", bias or "joint", memory_budget)
-        to_device(blocks, network.device)
-        for block in blocks:
-            block.check(weight_prior)
-        sums = Curvature(
-            kind=kind,
-            tape=tape,
-            blocks=blocks,
-            statistics=torch.zeros((), dtype=torch.float64, device=network.device),
-            fisher_samples=fisher_samples or 1,
-            signature=network.signature,
-            outputs=outputs.shape[-1],
-            positions=outputs.shape[1],
-            sample=Sample(outputs[0].numel()),
-        )
-        if kind == "ggn" and chosen != "lowrank":
-            check_factors(outputs[:1], memory_budget, 'curvature="sampled"')
-        if basis is not None:
-            _check_basis(basis, sums, fingerprint)
+        sums = asked.empty_sums(chosen, kind, tape, weight_prior, outputs, memory_budget)
         if likelihood.noise is not None:
             sums.keep_apart(memory_budget // 2)
         random = generator or torch.Generator(network.device).manual_seed(0)
@@ -301,6 +226,29 @@ def laplace(
         return LaplacePosterior(curvature=sums, choices=tuple(choices), **common(sums))
 
 
+def _chosen(
+    probe: Network,
+    which: Weights,
+    requested: str,
+    few: Inputs,
+    likelihood: Likelihood,
+    prior: Prior,
+    memory_budget: int,
+) -> tuple[Network, Structure, str]:
+    """The network with its weights chosen, the structure, and what to tell the user about it."""
+    by_name = which if isinstance(which, str) else None
+    network = probe if by_name in ("all", "auto") else Network(probe.module, which, example=few)
+    chosen, note = resolve_structure(requested, network.size, memory_budget)
+    if by_name == "auto" and requested == "auto" and likelihood.kind == "classification" and chosen != "dense":
+        last = _last_layer(probe.module, few, prior)
+        if last is not None:
+            network = last
+            chosen, note = resolve_structure(requested, network.size, memory_budget)
+            note = f"the last layer of a classifier with {probe.size:,} weights; {note}"
+    network.example = few
+    return network, chosen, note
+
+
 def _last_layer(model: nn.Module, few: Inputs, prior: Prior) -> Network | None:
     """The network with its last layer chosen; None where there is none, or the prior is about other weights too."""
     try:
@@ -311,58 +259,21 @@ def _last_layer(model: nn.Module, few: Inputs, prior: Prior) -> Network | None:
     return network
 
 
-def _check_structure(chosen: Structure, requested: str, curvature: str) -> None:
-    if CURVATURES[curvature] == "hessian" and chosen != "dense":
-        raise OptionError(
-            "The Hessian is available for the dense structure only",
-            expected='structure="dense"',
-            got=f"structure={requested!r}, which is {chosen}",
-            do='use curvature="ggn", or structure="dense" on fewer weights',
-        )
-    if chosen in MATRIX_FREE and CURVATURES[curvature] != "ggn":
-        raise OptionError(
-            f"The {chosen} structure is made of exact products with the GGN",
-            expected='curvature="ggn" or "exact"',
-            got=repr(curvature),
-            do='leave curvature out, or use structure="kronecker", "diagonal" or "dense"',
-        )
-
-
-def _check_basis(basis: LaplacePosterior, sums: Curvature, fingerprint: str) -> None:
-    """OptionError unless the posterior has eigenvectors for every matrix of weights in these sums."""
-    wanted: dict[str, Any] = {
-        "structure": "kronecker or ekfac",
-        "network": fingerprint,
-        "choice of weights": [site.label for block in sums.blocks for site in block.sites],
-        "division of the weights": [block.sites for block in sums.blocks],
-        "treatment of positions and biases": [block.options() for block in sums.blocks],
-    }
-    found = {
-        "structure": wanted["structure"] if basis.structure in ("kronecker", "ekfac") else basis.structure,
-        "network": basis.facts.fingerprint,
-        "choice of weights": [site.label for block in basis.curvature.blocks for site in block.sites],
-        "division of the weights": [block.sites for block in basis.curvature.blocks],
-        "treatment of positions and biases": [block.options() for block in basis.curvature.blocks],
-    }
-    for name, value in wanted.items():
-        if found[name] != value:
-            raise OptionError(
-                f"The basis is of another {name}",
-                expected=str(value)[:200],
-                got=str(found[name])[:200],
-                do='fit the basis to the same network with the same options, by structure="kronecker"',
-            )
-
-
-def _refuse_without_meaning(
-    chosen: Structure, requested: str, options: Mapping[str, Any], structures: Sequence[str]
-) -> None:
-    """Raise OptionError for options that were given but belong to other structures."""
-    for name, value in options.items():
-        if value is not None and chosen not in structures:
-            raise OptionError(
-                f"{name} has no meaning here",
-                expected=f"{name}=None, or structure=" + " or ".join(f'"{other}"' for other in structures),
-                got=f"{name}={value!r} with structure={requested!r}, which is {chosen}",
-                do=f"leave {name} out",
-            )
+def _first_look(
+    network: Network, likelihood: Likelihood, chosen: Structure, first: Batch, few: Inputs
+) -> tuple[Tape, Tensor]:
+    """A tape for the network, with a proven plan where sums are stored, and outputs of a few examples, checked."""
+    with naming(f"batch {first.index}"):
+        if chosen == "implicit":
+            tape = Tape(network, likelihood.canonical)
+            record = tape.record(few)  # checks that an example's output does not depend on other examples
+            unexplained(record, network, ())  # and that it can be differentiated
+            outputs = record.f
+        else:
+            tape, outputs = planned_tape(network, likelihood.canonical, first.inputs)
+        likelihood.check_outputs(outputs)
+        seen = suspicion(network, likelihood, outputs.detach(), first)
+    if seen is not None:
+        warnings.warn(seen, LapisWarning, stacklevel=users_level())
+    network.signature = describe(first.inputs)
+    return tape, outputs
