@@ -37,6 +37,7 @@ from lapis.errors import (
     OptionError,
     PriorError,
 )
+from lapis.network import Network
 from untouched import untouched
 
 F64 = torch.float64
@@ -428,14 +429,8 @@ def network_that_raises(model: nn.Sequential) -> tuple[Act, nn.Module]:
 
 
 @bad(ModelError, "inference mode", "torch.no_grad()")
-def fit_in_inference_mode(model: nn.Sequential) -> Act:
-    return torch.inference_mode()(lambda: fit(model))
-
-
-@bad(ModelError, "inference mode", "torch.no_grad()")
-def predict_in_inference_mode(model: nn.Sequential) -> Act:
-    posterior = fit(model)
-    return torch.inference_mode()(lambda: posterior.predict(X))
+def differentiate_in_inference_mode(model: nn.Sequential) -> Act:
+    return torch.inference_mode()(lambda: Network(model).prepared().__enter__())
 
 
 # ----------------------------------------------------------------------------------------------------------

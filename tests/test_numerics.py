@@ -98,20 +98,35 @@ def test_half_precision_is_as_good_as_its_digits_or_refused(structure: str, dtyp
 
 @pytest.mark.filterwarnings("ignore:Training found nothing:lapis.errors.LapisWarning")
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_training_and_tuning_work_without_gradients_or_say_why_not(
+def test_training_and_tuning_work_where_gradients_are_switched_off(
     context: Callable[[], AbstractContextManager[None]],
 ) -> None:
     model, (x, y) = mlp(1), data(outputs=1)
     plain = lapis.train(copy.deepcopy(model), (x, y), "regression", epochs=4, progress=False)
-    if context is torch.no_grad:
-        with context():
-            found = lapis.train(model, (x, y), "regression", epochs=4, progress=False)
-            torch.testing.assert_close(found.tune().log_evidence(), plain.tune().log_evidence())
-        return
-    with context(), pytest.raises(ModelError, match="inference mode"):
-        lapis.train(model, (x, y), "regression", epochs=4, progress=False)
-    with context(), pytest.raises(ModelError, match="inference mode"):
-        plain.tune()
+    with context():
+        found = lapis.train(model, (x, y), "regression", epochs=4, progress=False)
+        torch.testing.assert_close(found.tune().log_evidence(), plain.tune().log_evidence())
+
+
+@pytest.mark.filterwarnings("ignore:Tuning .*:lapis.errors.LapisWarning")
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_posteriors_work_in_inference_mode_and_remain_usable_outside(structure: str) -> None:
+    """What is computed and kept inside, eigenvectors say, must be no inference tensor: autograd refuses these later."""
+    model, (x, y) = mlp(1), data(outputs=1)
+    uses: tuple[Callable[[lapis.LaplacePosterior], Tensor], ...] = (
+        lambda p: p.predict(x).f_variance, lambda p: p.sample(2), lambda p: p.log_prob(p.mean),
+        lambda p: p.gaussian_process().kernel(x[:3]), lambda p: p.marginal_variance(), lambda p: p.log_evidence(),
+        lambda p: p.tune(method="draws" if structure == "implicit" else "gradient", max_iterations=3).log_evidence(),
+    )  # fmt: skip
+    outside = lapis.laplace(model, (x, y), "regression", structure=structure)
+    expected = [use(outside) for use in uses]
+    with torch.inference_mode():
+        inside = lapis.laplace(model, (x * 1, y * 1), "regression", structure=structure)
+        for use, value in zip(uses, expected, strict=True):
+            torch.testing.assert_close(use(inside), value)
+        inside.calibrate((x + 0.1, y * 1))
+    for use, value in zip(reversed(uses), reversed(expected), strict=True):
+        torch.testing.assert_close(use(inside), value)
 
 
 def test_data_and_weights_made_in_inference_mode() -> None:

@@ -80,6 +80,7 @@ class Rule:
 @cache
 def _rules(function: Callable[..., Any], signed: tuple[str, ...]) -> list[tuple[str, Any, Rule]]:
     """The default and the rule of each parameter whose annotation says something."""
+    function = inspect.unwrap(function)
     known = getattr(function, "__globals__", None) or vars(sys.modules[function.__module__])
     found: list[tuple[str, Any, Rule]] = []
     for name, parameter in inspect.signature(function).parameters.items():

@@ -21,7 +21,7 @@ from lapis.curvature.blocks.lowrank import LowRankBlock
 from lapis.curvature.blocks.partition import NAMES
 from lapis.curvature.sample import Sample
 from lapis.curvature.sums import Curvature
-from lapis.errors import DataError, LapisWarning, OptionError
+from lapis.errors import DataError, LapisWarning, OptionError, users_level
 from lapis.likelihoods import Likelihood
 from lapis.network import Weights
 from lapis.options import check_arguments
@@ -159,7 +159,7 @@ class Statistics:
             f"These statistics share examples, which count twice: {shared:,} of {fewer:,} fingerprints that can be "
             "compared are in both. That is right only where different examples have equal inputs and targets.",
             LapisWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
 
     def posterior(self, prior: Prior | float | Tensor = 1.0) -> LaplacePosterior:
@@ -172,7 +172,7 @@ class Statistics:
                 f"{least:.3g}: variances can be too large by that ratio. Use a larger rank, fewer parts, or another "
                 "structure.",
                 LapisWarning,
-                stacklevel=2,
+                stacklevel=users_level(),
             )
         return found
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lapis.batches import Inputs, batch_length, take
 from lapis.function_space.tangent import Tangent
+from lapis.network import outside_inference_mode
 from lapis.options import check_arguments
 from lapis.predictions import LatentGaussian, Prediction
 from lapis.predictions import predict as predict_outputs
@@ -69,6 +70,7 @@ class Process(ABC):
         about = "predictions" if self.link else "outputs"
         return f"<{type(self).__name__} over the {about} of a network with {self.tangent.network.size:,} weights>"
 
+    @outside_inference_mode
     def mean(self, x: Inputs) -> Tensor:
         """The mean at x, in the layout of the network's outputs: f(x) + J(x) (m - t), or its link."""
         check_arguments(Process.mean, locals())
@@ -77,6 +79,7 @@ class Process(ABC):
         values = self.tangent.likelihood.link(f) if self.link else f
         return self.tangent.likelihood.layout(values, shape).to(self.tangent.network.dtype)
 
+    @outside_inference_mode
     def kernel(self, x: Inputs, x2: Inputs | None = None) -> Tensor:
         """The covariance of all outputs at x with all at x2 (None: at x), (B, C, B2, C); positions after each B.
 
@@ -95,6 +98,7 @@ class Process(ABC):
                 total = _times_blocks(slopes.to(total), _times_blocks(others.to(total), total.mT).mT)
         return total.to(self.tangent.network.dtype).reshape(*rows, *columns)
 
+    @outside_inference_mode
     def operator(self, x: Inputs) -> Operator:
         """The kernel matrix at x by its products with vectors (k, B T C), float64: J Sigma J^T v, without the matrix.
 
@@ -111,6 +115,7 @@ class Process(ABC):
 
         return Operator(product, size, torch.float64, self.tangent.network.device, "symmetric")
 
+    @outside_inference_mode
     def sample(self, x: Inputs, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
         """Functions drawn from the process, at x: (samples, *shape of the outputs).
 
@@ -129,6 +134,7 @@ class Process(ABC):
         layout = self.tangent.likelihood.layout
         return torch.stack([layout(each, shape) for each in drawn]).to(self.tangent.network.dtype)
 
+    @outside_inference_mode
     def predict(self, x: Inputs, *, joint: bool = False) -> Prediction:
         """The predictive distribution at x, as `posterior.predict` gives it.
 
@@ -160,6 +166,7 @@ class Process(ABC):
 
     # learning from data ----------------------------------------------------------------------------
 
+    @outside_inference_mode
     def given(self, data: Any, *, steps: int | None = 1, batch_size: int | None = None) -> ConditionedProcess:
         """The process conditioned on data: for the prior's process, the posterior from any subset of the data.
 
@@ -180,6 +187,7 @@ class Process(ABC):
         with self.tangent.ready():
             return conditioned(self, data, steps, batch_size)
 
+    @outside_inference_mode
     def log_evidence(self, data: Any, *, at_mode: bool = False, batch_size: int | None = None) -> Tensor:
         """log p(data) under the process, from the kernel: log p(y | f) - 1/2 |t - m|^2 - 1/2 log |I + S^T K S|.
 

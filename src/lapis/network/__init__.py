@@ -4,7 +4,7 @@ from lapis.network.choice import Weights
 from lapis.network.flat import flat_gradient, split_vector
 from lapis.network.locking import held
 from lapis.network.network import Network
-from lapis.network.untouched import differentiating, evaluating, full_precision, restored_modes
+from lapis.network.untouched import differentiating, evaluating, full_precision, outside_inference_mode, restored_modes
 
 __all__ = [
     "Network",
@@ -14,6 +14,7 @@ __all__ = [
     "flat_gradient",
     "full_precision",
     "held",
+    "outside_inference_mode",
     "restored_modes",
     "split_vector",
 ]

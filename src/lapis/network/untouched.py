@@ -11,9 +11,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.modules.module as global_hooks
@@ -24,6 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from lapis.errors import ModelError
 from lapis.network.locking import held
 from lapis.network.wrappers import eagerly
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 LARGEST_KEPT = 2**25 - 2**16
 """Just below the upper limit of glibc's dynamic mmap threshold (32 MiB)."""
@@ -56,6 +58,19 @@ def differentiating(device: torch.device) -> Iterator[None]:
         )
     with torch.enable_grad(), full_precision(device):
         yield
+
+
+def outside_inference_mode(function: Function) -> Function:
+    """Let a public function work as everywhere else when it is called inside `torch.inference_mode()`."""
+
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False):
+            return function(*args, **kwargs)
+
+    return cast(Function, outside)
 
 
 @contextmanager

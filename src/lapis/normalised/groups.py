@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lapis.batches import Inputs, as_inputs
-from lapis.errors import LapisWarning, OptionError
+from lapis.errors import LapisWarning, OptionError, users_level
 from lapis.network import Network, Weights, evaluating
 from lapis.normalised.trace import ZERO, Broken, Degree, Trace
 from lapis.options import check_arguments
@@ -128,7 +128,7 @@ class _Candidate:
 
 
 def _warn(what: str) -> None:
-    warnings.warn(f"Normalised groups: {what}.", LapisWarning, stacklevel=5)
+    warnings.warn(f"Normalised groups: {what}.", LapisWarning, stacklevel=users_level())
 
 
 class _Probe:

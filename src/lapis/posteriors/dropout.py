@@ -16,7 +16,7 @@ from lapis.curvature.outputs import check_outputs
 from lapis.errors import FileError, ModelError, OptionError
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
-from lapis.network import Network
+from lapis.network import Network, outside_inference_mode
 from lapis.options import check_arguments
 from lapis.posteriors.over_weights import WeightPosterior
 from lapis.posteriors.posterior import EXAMPLES, MEMORY_BUDGET, Facts, LatentKind, State
@@ -151,6 +151,7 @@ class DropoutPosterior(WeightPosterior):
         return cls(network, likelihood, facts, rates, weights)
 
 
+@outside_inference_mode
 def dropout(
     model: nn.Module, likelihood: str | Likelihood, data: Any = None, *, memory_budget: int = MEMORY_BUDGET
 ) -> DropoutPosterior:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lapis.batches import Batch, batches, naming
 from lapis.curvature.outputs import check_spread
-from lapis.errors import LapisWarning
+from lapis.errors import LapisWarning, users_level
 from lapis.function_space import data_view
 from lapis.likelihoods import Likelihood
 from lapis.network import full_precision
@@ -128,7 +128,7 @@ def _left_out(posterior: LinearisedPosterior, latent: LatentGaussian, targets: T
             "overstates the doubt at its data: what is said of them without themselves is not to be trusted. Use "
             'tune(), a larger prior precision, or structure="dense".',
             LapisWarning,
-            stacklevel=4,
+            stacklevel=users_level(),
         )
     return left
 

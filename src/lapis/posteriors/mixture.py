@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lapis.batches import Inputs
-from lapis.errors import DataError, FileError, LapisWarning, ModelError, OptionError
+from lapis.errors import DataError, FileError, LapisWarning, ModelError, OptionError, users_level
 from lapis.likelihoods import Likelihood
-from lapis.network import Network
+from lapis.network import Network, outside_inference_mode
 from lapis.options import UNREADABLE, check_arguments, check_choice, checked_tensor
 from lapis.posteriors.evidences import log_evidences
 from lapis.posteriors.over_weights import WeightPosterior
@@ -195,6 +195,7 @@ class MixturePosterior(Posterior):
         return cls(components[0].network, likelihood, facts, tuple(components), weights, weighting)
 
 
+@outside_inference_mode
 def mixture(
     posteriors: Sequence[Posterior],
     weights: Literal["evidence", "uniform", "stacking"] | Sequence[float] | Tensor | np.ndarray[Any, Any] = "uniform",
@@ -321,7 +322,7 @@ def _stacked(
             "Stacking by the training data: the component that has overfitted most gets the most weight. Pass data "
             "that no component has seen.",
             LapisWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
     weights, gap = stacked_weights(log_probs)
     score = float((log_probs + weights.log()).logsumexp(1).mean())

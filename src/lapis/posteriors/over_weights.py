@@ -18,7 +18,7 @@ from lapis.function_space import GaussianProcess
 from lapis.function_space.data_view import Of
 from lapis.function_space.kernels import WeightKernel
 from lapis.function_space.tangent import Tangent
-from lapis.network import Network, full_precision
+from lapis.network import Network, full_precision, outside_inference_mode
 from lapis.network.inputs import check_inputs
 from lapis.options import check_arguments, checked_tensor
 from lapis.posteriors import examples
@@ -170,6 +170,7 @@ class LinearisedPosterior(WeightPosterior):
         """The temperature at which the likelihood entered."""
         return 1.0
 
+    @outside_inference_mode
     def memorable(
         self, data: Any, *, per_class: int = 10, batch_size: int | None = None, progress: bool | None = None
     ) -> Tensor:
@@ -190,6 +191,7 @@ class LinearisedPosterior(WeightPosterior):
         check_arguments(LinearisedPosterior.memorable, locals())
         return examples.memorable(self, data, per_class, batch_size, progress)
 
+    @outside_inference_mode
     def sensitivity(
         self,
         data: Any,
@@ -216,6 +218,7 @@ class LinearisedPosterior(WeightPosterior):
         check_arguments(LinearisedPosterior.sensitivity, locals())
         return examples.sensitivity(self, data, of, exact, batch_size, progress)
 
+    @outside_inference_mode
     def leave_one_out(self, data: Any, *, batch_size: int | None = None, progress: bool | None = None) -> Tensor:
         """log p(y_n | all other examples) of each example of the fit, (N,) float64, by the tangent model.
 
@@ -230,6 +233,7 @@ class LinearisedPosterior(WeightPosterior):
         check_arguments(LinearisedPosterior.leave_one_out, locals())
         return examples.leave_one_out(self, data, batch_size, progress)
 
+    @outside_inference_mode
     def functional_variance(self, x: Inputs, diagonal: bool = False) -> Tensor:
         """J Sigma J^T of each example's outputs: (B, C, C), or its diagonal (B, C) in the layout of the outputs.
 
@@ -295,6 +299,7 @@ class GaussianPosterior(LinearisedPosterior):
     def marginal_variance(self) -> Tensor:
         """Variance of each weight, (P,)."""
 
+    @outside_inference_mode
     def log_prob(self, theta: Tensor) -> Tensor:
         """log q(theta) for weights (P,) or (n, P); its constant is as accurate as the log-determinant."""
         quadratic = self._squared_distance(self.vectors(theta).double() - self.mean.double())

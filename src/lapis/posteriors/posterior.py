@@ -19,7 +19,7 @@ from torch import Tensor
 from lapis.batches import Inputs, batches, describe, take
 from lapis.errors import ModelError, OptionError
 from lapis.likelihoods import Likelihood
-from lapis.network import Network, full_precision
+from lapis.network import Network, full_precision, outside_inference_mode
 from lapis.options import check_arguments, checked_device
 from lapis.posteriors.conformal import Conformal, Score, conformal
 from lapis.posteriors.diagnosis.data import Seen
@@ -199,6 +199,7 @@ class Posterior(ABC):
         seen = f"{self.n_data:,} examples" if self.n_data else "no data"
         return f"<{type(self).__name__}, {self.n_weights:,} weights, {seen}, {self.likelihood.name}>"
 
+    @outside_inference_mode
     def predict(
         self,
         x: Any,
@@ -271,6 +272,7 @@ class Posterior(ABC):
         """p(y | x) from the distribution of the outputs."""
         return predict_outputs(self.likelihood, latent, link=link, samples=samples, generator=generator)
 
+    @outside_inference_mode
     def diagnose(self, data: Any = None, *, batch_size: int | None = None, progress: bool | None = None) -> Diagnosis:
         """What a careful statistician would check, in plain words and numbers, each with what to do about it.
 
@@ -289,6 +291,7 @@ class Posterior(ABC):
             self.check_network()
             return diagnose(self, data, batch_size, progress)
 
+    @outside_inference_mode
     def conformal(
         self,
         data: Any,

@@ -15,7 +15,7 @@ from lapis.errors import OptionError
 from lapis.files import tensors_digest
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
-from lapis.network import Network, restored_modes
+from lapis.network import Network, outside_inference_mode, restored_modes
 from lapis.options import check_arguments
 from lapis.posteriors import LaplacePosterior
 from lapis.posteriors.laplace.fit import laplace
@@ -34,6 +34,7 @@ trend at first; noise and prior then settle for that, and all that is left count
 overfitted beyond return."""
 
 
+@outside_inference_mode
 def train(
     model: nn.Module,
     data: Any,

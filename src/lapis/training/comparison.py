@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lapis.errors import OptionError
+from lapis.network import outside_inference_mode
 from lapis.options import check_arguments
 from lapis.posteriors.evidences import log_evidences
 from lapis.posteriors.laplace.family import LaplaceFamily
@@ -55,6 +56,7 @@ class Comparison:
         )
 
 
+@outside_inference_mode
 def compare(posteriors: Sequence[LaplaceFamily] | Mapping[str, LaplaceFamily]) -> Comparison:
     """Compare models of the same data by their evidence; a mapping names them.
 

@@ -21,7 +21,7 @@ from lapis.checkpoint import Checkpoint
 from lapis.errors import FileError, OptionError
 from lapis.likelihoods import Gaussian, Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
-from lapis.network import Network
+from lapis.network import Network, outside_inference_mode
 from lapis.options import check_arguments, check_count
 from lapis.posteriors.ensemble import EnsemblePosterior
 from lapis.posteriors.posterior import MEMORY_BUDGET, Facts
@@ -36,6 +36,7 @@ SIZE = 5
 """Members by default; more than this bring little (Lakshminarayanan et al. 2017)."""
 
 
+@outside_inference_mode
 def ensemble(
     models: Sequence[nn.Module] | nn.ModuleList | Callable[[], nn.Module],
     data: Any = None,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch
-from lapis.errors import FileError, LapisWarning
+from lapis.errors import FileError, LapisWarning, users_level
 from lapis.evidence import Training
 from lapis.likelihoods import Likelihood, from_config
 from lapis.network import Network
@@ -208,7 +208,7 @@ class Run:
             converged=has_converged(left, gamma, gain),
         )
         for message in (*self._doubts(record, result.n_weights, gamma, gain), *told):
-            warnings.warn(message, LapisWarning, stacklevel=3)
+            warnings.warn(message, LapisWarning, stacklevel=users_level())
         return replace(result, training=record)
 
     def _doubts(self, record: Training, n_weights: int, gamma: float, gain: float) -> list[str]:

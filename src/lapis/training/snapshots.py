@@ -13,7 +13,7 @@ from lapis.checkpoint import Checkpoint
 from lapis.files import tensors_digest
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
-from lapis.network import Network
+from lapis.network import Network, outside_inference_mode
 from lapis.network.batch_norm import batch_norms, renewed_statistics
 from lapis.options import check_arguments, check_count, check_positive
 from lapis.posteriors.posterior import MEMORY_BUDGET
@@ -37,6 +37,7 @@ NOISY_BATCH, FEWEST_STEPS = 128, 8
 there are enough examples: without the noise of minibatches all snapshots would be the same."""
 
 
+@outside_inference_mode
 def swag(
     model: nn.Module,
     data: Any,

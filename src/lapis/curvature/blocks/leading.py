@@ -13,7 +13,7 @@ from lapis.batches import all_finite
 from lapis.curvature.blocks.block import Block
 from lapis.curvature.blocks.lowrank import MOST_ADAPTIVE
 from lapis.curvature.outputs import curvature_not_finite
-from lapis.errors import LapisWarning, MemoryBudgetError
+from lapis.errors import LapisWarning, MemoryBudgetError, users_level
 from lapis.network import Network
 from lapis.solvers import Operator, lanczos_eigenpairs
 
@@ -95,7 +95,7 @@ def load_leading(
             f"Not all of the {len(found.values)} leading eigenpairs were found to their tolerance; "
             "use float64, or a smaller rank.",
             LapisWarning,
-            stacklevel=5,
+            stacklevel=users_level(),
         )
     return found
 
@@ -181,7 +181,7 @@ def leading_eigenpairs(
             f"Eigenvalues of the GGN below {floor:.2g} are lost in {operator.dtype}, and were asked for down to "
             f"{threshold:.2g}: variances can be too large. Fit in float64: model.double().",
             LapisWarning,
-            stacklevel=6,
+            stacklevel=users_level(),
         )
     kept = most if rank is not None or len(values) > most else int((values >= threshold).sum())
     values, vectors = values[:kept], vectors[:kept]

@@ -23,7 +23,7 @@ from lapis.curvature.blocks.dense.gram import strips
 from lapis.curvature.blocks.dense.matrix import inner_products
 from lapis.curvature.blocks.spectrum import Spectrum
 from lapis.curvature.recording.sites import Site
-from lapis.errors import LapisWarning, NotPositiveDefiniteError, StructureError
+from lapis.errors import LapisWarning, NotPositiveDefiniteError, StructureError, users_level
 from lapis.priors import WeightPrior
 
 MOST_ADAPTIVE = 1000
@@ -81,7 +81,7 @@ class LowRankBlock(Block):
                 f"A sum of low-rank curvatures was cut at rank {count:,}: its eigenvalues up to {float(omitted):.3g} "
                 "are left out.",
                 LapisWarning,
-                stacklevel=5,
+                stacklevel=users_level(),
             )
         total = LowRankBlock(self.sites)
         total.load({"values": found[:count], "vectors": (basis @ rotation[:, :count]).mT, "omitted": omitted})

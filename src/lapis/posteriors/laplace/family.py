@@ -16,7 +16,7 @@ from lapis.batches import Batch, batches
 from lapis.evidence import TangentMode, Tuning
 from lapis.function_space import GaussianProcess
 from lapis.likelihoods import Likelihood
-from lapis.network import differentiating
+from lapis.network import differentiating, outside_inference_mode
 from lapis.options import check_arguments
 from lapis.posteriors.diagnosis.data import Seen
 from lapis.posteriors.diagnosis.report import Notes
@@ -114,6 +114,7 @@ class LaplaceFamily(Refinable):
         """
         return self._evidence(self._logdet()) if self.refinement is None else self.elbo()
 
+    @outside_inference_mode
     def tune(
         self: Self,
         *,
@@ -172,6 +173,7 @@ class LaplaceFamily(Refinable):
     def _tune(self: Self, asked: TuneOptions) -> Self:
         """As `tune`, with the structure's own defaults; options without a meaning for it are refused."""
 
+    @outside_inference_mode
     def at_tangent_mode(
         self: Self,
         data: Any = None,
@@ -213,6 +215,7 @@ class LaplaceFamily(Refinable):
     ) -> Self:
         """As `at_tangent_mode`, of a posterior that is not refined."""
 
+    @outside_inference_mode
     def calibrate(
         self: Self,
         validation: Any,
@@ -249,6 +252,7 @@ class LaplaceFamily(Refinable):
 
     # changes ---------------------------------------------------------------------------------------
 
+    @outside_inference_mode
     def update(
         self: Self,
         data: Any,

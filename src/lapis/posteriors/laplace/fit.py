@@ -21,7 +21,7 @@ from lapis.curvature.tape import Tape
 from lapis.errors import LapisWarning, ModelError, PriorError, users_level
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
-from lapis.network import Network, Weights
+from lapis.network import Network, Weights, outside_inference_mode
 from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace.arguments import refuse_options
 from lapis.posteriors.laplace.fit_options import CURVATURES, MATRIX_FREE, FitOptions
@@ -78,6 +78,7 @@ def laplace(
     checkpoint: str | os.PathLike[str] | None = ...,
     progress: bool | None = ...,
 ) -> LaplacePosterior: ...
+@outside_inference_mode
 def laplace(
     model: nn.Module,
     data: Any,

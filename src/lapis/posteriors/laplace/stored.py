@@ -20,12 +20,12 @@ from lapis.curvature.blocks.scaled import ScaledGaussian
 from lapis.curvature.blocks.spectrum import GroupedSpectrum
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.curvature.sums import Curvature
-from lapis.errors import LapisWarning, OptionError, check_fits
+from lapis.errors import LapisWarning, OptionError, check_fits, users_level
 from lapis.evidence import Training
 from lapis.function_space.kernels import BlockKernel
 from lapis.function_space.tangent import Tangent
 from lapis.likelihoods import Gaussian, Likelihood
-from lapis.network import Network, full_precision
+from lapis.network import Network, full_precision, outside_inference_mode
 from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.arithmetic import removal
@@ -92,7 +92,7 @@ class LaplacePosterior(LaplaceFamily):
                 f"The curvature was summed in {self.network.dtype}, with errors of {error:.2g} in its eigenvalues, for "
                 f"a prior precision of {smallest:.2g}: variances can be off by that ratio. Use model.double().",
                 LapisWarning,
-                stacklevel=4,
+                stacklevel=users_level(),
             )
         return self.widened
 
@@ -161,6 +161,7 @@ class LaplacePosterior(LaplaceFamily):
             return total.to(self.network.device)
         return torch.stack([gaussian.logdet() for gaussian in self.gaussians]).sum()
 
+    @outside_inference_mode
     def effective_parameters(self, *, per_group: bool = False) -> Tensor:
         """gamma = tr(A^-1 (A - Lambda)): the number of weights determined by the data, in total or per prior group."""
         check_arguments(LaplacePosterior.effective_parameters, locals())
@@ -185,7 +186,7 @@ class LaplacePosterior(LaplaceFamily):
         found = tuning.tune(self, method, asked.groups, asked.noise, iterations, asked.tolerance)
         if asked.tolerated_loss is not None and self.likelihood.kind == "classification":
             return replace(found, width=chosen_width(found, found.sample_of_data(), asked.tolerated_loss))
-        warn_of_doubt(found, found.sample_of_data(), lambda batch: found.predict(batch.inputs), stacklevel=4)
+        warn_of_doubt(found, found.sample_of_data(), lambda batch: found.predict(batch.inputs))
         return found
 
     def _at_tangent_mode(
@@ -244,6 +245,7 @@ class LaplacePosterior(LaplaceFamily):
         )
         return sums
 
+    @outside_inference_mode
     def without(self, data: Any, *, batch_size: int | None = None, progress: bool | None = None) -> LaplacePosterior:
         """The posterior after its data without these: their curvature is subtracted, the mean moved by a Newton step.
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lapis.errors import LapisWarning, ModelError, OptionError
+from lapis.errors import LapisWarning, ModelError, OptionError, users_level
 from lapis.network import Network
 from lapis.options import check_arguments, check_choice, check_count
 
@@ -150,7 +150,7 @@ class Subnetwork:
                     "are always zero): the posterior changes no prediction at the data. Choose by the variances of "
                     "SWAG (from_=), or more weights.",
                     LapisWarning,
-                    stacklevel=3,
+                    stacklevel=users_level(),
                 )
         return chosen, note
 

@@ -23,7 +23,7 @@ from lapis.curvature.outputs import check_outputs, check_spread, check_width
 from lapis.curvature.products.jacobian import Jacobian
 from lapis.curvature.sums import Curvature
 from lapis.curvature.working_memory import predicted_at_once
-from lapis.errors import LapisWarning, MemoryBudgetError, check_fits
+from lapis.errors import LapisWarning, MemoryBudgetError, check_fits, users_level
 from lapis.network import Network
 from lapis.predictions import LatentGaussian
 from lapis.proofs import close
@@ -285,7 +285,7 @@ def _each(
             f"Predictions take {f[0].numel():,} backward passes for each example, one for every output and position. "
             'Use method="sampled", a last layer with weights of its own (weights="last_layer"), or fewer positions.',
             LapisWarning,
-            stacklevel=2,
+            stacklevel=users_level(),
         )
     if diagonal:
         gradients = 2 * curvature.tape.example_bytes.gradients + curvature.row_length * f.element_size()

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from lapis.batches import Inputs, batch_length, describe, map_tensors, take
 from lapis.checkpoint import Checkpoint
 from lapis.curvature.tape import Tape
-from lapis.errors import LapisWarning, ModelError, OptionError, check_fits
+from lapis.errors import LapisWarning, ModelError, OptionError, check_fits, users_level
 from lapis.files import tensors_digest
 from lapis.likelihoods import Likelihood
 from lapis.likelihoods import resolve as resolve_likelihood
-from lapis.network import Network, Weights
+from lapis.network import Network, Weights, outside_inference_mode
 from lapis.options import check_arguments, check_count, check_positive
 from lapis.posteriors.posterior import MEMORY_BUDGET, Facts
 from lapis.posteriors.variational import Inference, VariationalPosterior
@@ -38,6 +38,7 @@ LOADINGS_SHARE = 0.1
 """Loadings start at random and add this share, squared, to the variances: at zero the ELBO has no gradient in them."""
 
 
+@outside_inference_mode
 def variational(
     model: nn.Module,
     data: Any,
@@ -167,7 +168,7 @@ def variational(
             f"Variational inference has not converged: {posterior.inference.reason}. Raise steps (now {steps:,}), or "
             "learning_rate.",
             LapisWarning,
-            stacklevel=2,
+            stacklevel=users_level(),
         )
     return posterior
 
@@ -239,7 +240,7 @@ def _first_look(network: Network, likelihood: Likelihood, example: Inputs) -> in
     likelihood.check_outputs(f)
     suspicion = likelihood.suspicion(f)
     if suspicion is not None:
-        warnings.warn(suspicion, LapisWarning, stacklevel=3)
+        warnings.warn(suspicion, LapisWarning, stacklevel=users_level())
     return f.shape[-1]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lapis.curvature.sums import Curvature
 from lapis.curvature.tape import Tape
 from lapis.errors import DataError, OptionError
-from lapis.network import Network
+from lapis.network import Network, outside_inference_mode
 from lapis.options import check_arguments
 from lapis.posteriors.laplace.stored import LaplacePosterior
 from lapis.posteriors.posterior import Posterior
@@ -31,6 +31,7 @@ from lapis.solvers import CallablePreconditioner, Operator, conjugate_gradients
 TOLERANCE = 1e-12
 
 
+@outside_inference_mode
 def merge(posteriors: Sequence[Posterior]) -> LaplacePosterior:
     """One posterior from posteriors of one architecture, fitted to different data: their data count together.
 

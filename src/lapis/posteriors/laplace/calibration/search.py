@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lapis.batches import Batch, digest
 from lapis.checkpoint import Checkpoint
 from lapis.curvature.sums import Curvature
-from lapis.errors import DataError, LapisWarning, OptionError
+from lapis.errors import DataError, LapisWarning, OptionError, users_level
 from lapis.files import tensors_digest
 from lapis.posteriors.laplace.calibration.held_out import (
     STEP,
@@ -199,7 +199,7 @@ def _held(
             "The validation data are the data of the fit, which the network predicts better than new ones: the result "
             "will be too sure. Pass examples that neither the network nor the posterior has seen.",
             LapisWarning,
-            stacklevel=4,
+            stacklevel=users_level(),
         )
     return held, ranks
 
@@ -239,7 +239,7 @@ def _searched(held: HeldOut, start: Setting, temperature: bool, progress: bool |
             f"bars): the result predicts as the network does{_times(plain)}, without doubt about its weights. Try "
             'refine(data) before calibrate, structure="dense" or "ekfac", or weights="last_layer".',
             LapisWarning,
-            stacklevel=4,
+            stacklevel=users_level(),
         )
     return best, Calibration(
         "validation",

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lapis.checkpoint import Checkpoint
 from lapis.curvature.products.ggn import ImplicitCurvature
-from lapis.errors import LapisWarning
+from lapis.errors import LapisWarning, users_level
 from lapis.posteriors.laplace.matrix_free.drawn import Drawing
 from lapis.posteriors.laplace.matrix_free.noise import noise
 from lapis.progress import announce, shown
@@ -181,7 +181,7 @@ class Descent:
                 f"SGD left a relative residual of {float(residuals.max()):.2g}, above {SGD_RESIDUAL}: these are not "
                 "yet draws of the posterior. Raise epochs or batch_size.",
                 LapisWarning,
-                stacklevel=5,
+                stacklevel=users_level(),
             )
         return converged
 

@@ -14,7 +14,7 @@ from lapis.errors import OptionError
 from lapis.function_space.kernels import DrawnKernel
 from lapis.function_space.tangent import Tangent
 from lapis.likelihoods import Likelihood
-from lapis.network import Network
+from lapis.network import Network, outside_inference_mode
 from lapis.options import check_arguments
 from lapis.posteriors.laplace.calibration.search import Calibration, calibrate_draws
 from lapis.posteriors.over_weights import LinearisedPosterior
@@ -65,6 +65,7 @@ class DrawnPosterior(LinearisedPosterior):
     calibration: Calibration | None = None
     """The record of `calibrate`."""
 
+    @outside_inference_mode
     def calibrate(
         self,
         validation: Any,

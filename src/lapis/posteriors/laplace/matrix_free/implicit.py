@@ -18,7 +18,7 @@ from lapis.errors import OptionError
 from lapis.function_space.kernels import SolvedKernel
 from lapis.function_space.tangent import Tangent
 from lapis.likelihoods import Likelihood
-from lapis.network import Network
+from lapis.network import Network, outside_inference_mode
 from lapis.options import check_arguments, check_choice
 from lapis.posteriors.laplace.arguments import TuneOptions, refuse_options
 from lapis.posteriors.laplace.arithmetic import removal
@@ -68,6 +68,7 @@ class ImplicitPosterior(SolvedPosterior):
     kind: ClassVar[str] = "implicit"
     needs_data: ClassVar[bool] = True
 
+    @outside_inference_mode
     def draw(
         self,
         samples: int = 8,
@@ -152,6 +153,7 @@ class ImplicitPosterior(SolvedPosterior):
         """
         return self.log_evidence_estimate().value if self.refinement is None else self.elbo()
 
+    @outside_inference_mode
     def log_evidence_estimate(
         self,
         *,
@@ -174,6 +176,7 @@ class ImplicitPosterior(SolvedPosterior):
         """The value of `effective_parameters_estimate()`, 0-d float64."""
         return self.effective_parameters_estimate().value if self.direct is None else self.direct.gamma()
 
+    @outside_inference_mode
     def effective_parameters_estimate(
         self,
         *,
@@ -239,6 +242,7 @@ class ImplicitPosterior(SolvedPosterior):
         problem = by_draws.tangent_problem(self, tolerance, max_products)
         return replace(self, tangent=by_draws.tangent_mode(self, problem, problem.begin(start)))
 
+    @outside_inference_mode
     def g_prior(self, g: float = 1.0, *, samples: int = 64, generator: torch.Generator | None = None) -> Prior:
         """A prior with precision g diag(GGN) / N: a weight's precision is proportional to its effect on the outputs.
 
@@ -261,6 +265,7 @@ class ImplicitPosterior(SolvedPosterior):
             self.network, self.fitted_likelihood, held, facts.signature, facts.memory_budget, self.solver.mode
         )
 
+    @outside_inference_mode
     def without(self, data: Any, *, batch_size: int | None = None) -> ImplicitPosterior:
         """See `LaplacePosterior.without`; all data are held, so that others than these are refused."""
         check_arguments(ImplicitPosterior.without, locals())

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lapis.curvature.products.ggn import ImplicitCurvature, ImplicitGaussian, Solved, Space
-from lapis.errors import LapisWarning, OptionError
-from lapis.network import full_precision
+from lapis.errors import LapisWarning, OptionError, users_level
+from lapis.network import full_precision, outside_inference_mode
 from lapis.options import check_arguments, check_count
 from lapis.posteriors.laplace.family import LaplaceFamily
 from lapis.posteriors.laplace.matrix_free.direct import Direct, View, view
@@ -121,12 +121,13 @@ class SolvedPosterior(LaplaceFamily):
                 f"above the tolerance of {self.gaussian.tolerance:.1e}. Raise max_iterations or tolerance by "
                 "with_solver(), use a preconditioner, or float64.",
                 LapisWarning,
-                stacklevel=3,
+                stacklevel=users_level(),
             )
         return solved.vectors
 
     # over weights ----------------------------------------------------------------------------------
 
+    @outside_inference_mode
     def sample(self, samples: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
         """Draws of the weights, (samples, P), by exact perturb-and-solve. The default generator has seed 0."""
         self.check_network()
@@ -145,6 +146,7 @@ class SolvedPosterior(LaplaceFamily):
         """The value of `marginal_variance_estimate()`, (P,)."""
         return self.marginal_variance_estimate().value.to(self.mean.dtype)
 
+    @outside_inference_mode
     def marginal_variance_estimate(self, *, probes: int = 64, generator: torch.Generator | None = None) -> Estimate:
         """The variance of each weight, (P,) float64, with its standard error: one solve for each of `probes` >= 2.
 

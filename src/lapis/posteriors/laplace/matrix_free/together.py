@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lapis.checkpoint import Checkpoint
-from lapis.errors import LapisWarning
+from lapis.errors import LapisWarning, users_level
 from lapis.network import full_precision
 from lapis.posteriors.laplace.matrix_free.drawn import Drawing
 from lapis.posteriors.laplace.matrix_free.made import Made
@@ -80,7 +80,7 @@ def by_block(
             f"The draws' variances have an estimated relative error of {worst:.2g} after {max(iterations)} iterations, "
             f"above {chosen.error:g}. Raise max_iterations by with_solver().",
             LapisWarning,
-            stacklevel=5,
+            stacklevel=users_level(),
         )
     reason = f"error of variances estimated at {worst:.2g}, {chosen.error:g} asked for"
     drawing = Drawing("block", None, seed, tuple(iterations), tuple(residuals), converged, reason, made.products)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lapis.batches import Batch
 from lapis.errors import OptionError
+from lapis.network import outside_inference_mode
 from lapis.options import check_arguments
 from lapis.posteriors.laplace.arguments import refuse_options
 from lapis.posteriors.laplace.refinement.rounds import Refinement, refine
@@ -68,6 +69,7 @@ class Refinable(GaussianPosterior):
         known = distance - self.effective_parameters() - prior.logdet() + self._logdet()
         return 0.5 * float(known.detach())
 
+    @outside_inference_mode
     def refine(
         self: Self,
         data: Any = None,
@@ -168,6 +170,7 @@ class Refinable(GaussianPosterior):
     def gamma_of_groups(self) -> Tensor:
         """Effective parameters of each prior group, (G,)."""
 
+    @outside_inference_mode
     def log_prob(self, theta: Tensor) -> Tensor:
         """log q(theta) for weights (P,) or (n, P)."""
         quadratic = self._squared_distance(self.vectors(theta).double() - self.mean.double()) / self.width

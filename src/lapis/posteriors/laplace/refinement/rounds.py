@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lapis.batches import Batch
 from lapis.curvature.products.jacobian import Jacobian
-from lapis.errors import LapisWarning, MemoryBudgetError
+from lapis.errors import LapisWarning, MemoryBudgetError, users_level
 from lapis.posteriors.laplace.refinement.resuming import adopt, refinement_file, state
 from lapis.posteriors.laplace.tuning.by_evidence import detached
 from lapis.posteriors.laplace.tuning.leave_one_out import chosen_width
@@ -236,7 +236,7 @@ def refine(
         warnings.warn(
             f"Refinement did not converge: {search.reason}. Raise max_rounds, or use float64.",
             LapisWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
     refined: Fitted = replace(search.posterior, refinement=record)
     if tolerated_loss is not None and posterior.likelihood.kind == "classification":

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch
-from lapis.errors import LapisWarning, OptionError
+from lapis.errors import LapisWarning, OptionError, users_level
 from lapis.evidence import TangentMode, TangentProblem, Tuning
 from lapis.evidence.fixed_point import determined, stretch
 from lapis.evidence.point import LARGEST_LOG
@@ -234,10 +234,10 @@ def tune(
             f"Hyperparameters {', '.join(map(repr, bound))} ran to the end of their range: the draws see too little of "
             "what the data say about them. Use more draws, or fewer groups.",
             LapisWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
     for message in own_noise.unlike(end.posterior) if base is not None else ():
-        warnings.warn(message, LapisWarning, stacklevel=3)
+        warnings.warn(message, LapisWarning, stacklevel=users_level())
     found, z = replace(end.posterior, tuning=tuning), sampler.z
     assert z is not None
     sample = found.sample_of_data()
@@ -245,7 +245,7 @@ def tune(
         viewed = found._with_view(True)
         if viewed.view is not None:
             return replace(found, width=chosen_width(viewed, sample, tolerated_loss))
-    warn_of_doubt(found, sample, lambda batch: _foretold(found, z, batch), stacklevel=5)
+    warn_of_doubt(found, sample, lambda batch: _foretold(found, z, batch))
     return found
 
 

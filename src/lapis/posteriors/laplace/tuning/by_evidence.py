@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lapis.curvature.products.jacobian import Jacobian
-from lapis.errors import LapisWarning, NotPositiveDefiniteError, OptionError
+from lapis.errors import LapisWarning, NotPositiveDefiniteError, OptionError, users_level
 from lapis.evidence import Evaluate, SpectralEvidence, TangentMode, TangentProblem, evaluate
 from lapis.evidence import tune as maximise
 from lapis.evidence.point import LARGEST_LOG
@@ -53,7 +53,7 @@ def tune(
         if noise:
             messages += own_noise.unlike(found)
     for message in messages:
-        warnings.warn(message, LapisWarning, stacklevel=4)
+        warnings.warn(message, LapisWarning, stacklevel=users_level())
     return checked(found)
 
 
@@ -118,7 +118,7 @@ def checked(posterior: Fitted) -> Fitted:
             f"The tangent model's mode was not reached: {mode.reason}; the loss could fall by about "
             f"{mode.remaining:.2g} nats. Raise max_products, or ask for less by tolerance.",
             LapisWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
     return posterior
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Batch
-from lapis.errors import LapisWarning
+from lapis.errors import LapisWarning, users_level
 from lapis.posteriors.diagnosis.scores import excess, plain_prediction, tolerable
 from lapis.predictions import Prediction
 
@@ -24,13 +24,8 @@ ERRORS = 3.0
 """Standard errors by which predictions must be worse, besides what is tolerable, to be called so."""
 
 
-def warn_of_doubt(
-    posterior: LaplaceFamily, sample: Sequence[Batch], predict: Callable[[Batch], Prediction], stacklevel: int
-) -> None:
-    """Warn if the posterior's predictions of a sample of the training data are clearly worse than the network's.
-
-    `stacklevel` counts from here: 2 is the caller.
-    """
+def warn_of_doubt(posterior: LaplaceFamily, sample: Sequence[Batch], predict: Callable[[Batch], Prediction]) -> None:
+    """Warn if the posterior's predictions of a sample of the training data are clearly worse than the network's."""
     step = max(1, sum(map(len, sample)) // MOST)
     sample = [batch.chosen(torch.arange(0, len(batch), step, device=batch.targets.device)) for batch in sample]
     count = sum(map(len, sample))
@@ -57,5 +52,5 @@ def warn_of_doubt(
         f"nats an example instead of {losses[1]:.3g}, on {count} of them. It doubts what the data make sure. Use "
         'refine(data), calibrate(validation) or weights="last_layer"; diagnose(data) tells more.',
         LapisWarning,
-        stacklevel=stacklevel,
+        stacklevel=users_level(),
     )
