@@ -26,6 +26,9 @@ from lapis.errors import DataError, LapisError, OptionError
 LARGEST = 2**63 - 1
 """The largest whole number that torch can count to."""
 
+ABSENT: Any = object()
+"""In place of a default, where there is none."""
+
 UNREADABLE = (TypeError, ValueError, RuntimeError, OverflowError)
 """What numpy and torch raise when asked to read what are no numbers."""
 
@@ -91,7 +94,8 @@ def _rules(function: Callable[..., Any], signed: tuple[str, ...]) -> list[tuple[
             continue
         rule = None if hint is parameter.empty else _rule(hint, name in signed)
         if rule is not None and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            found.append((name, parameter.default, rule))
+            default = ABSENT if parameter.default is parameter.empty else parameter.default
+            found.append((name, default, rule))
     return found
 
 
