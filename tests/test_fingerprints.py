@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lapis
 from lapis.batches import digest
-from lapis.hashing import FOLDS, GROUPS, PART, SMALL, hash_rows, hash_tensors, mix
+from lapis.hashing import FOLDS, GROUPS, PART, SMALL, flat_bytes, hash_rows, hash_tensors, mix
 
 F64 = torch.float64
 
@@ -173,3 +173,24 @@ def test_a_fingerprint_costs_little_beside_a_forward_pass() -> None:
 
     epoch = seconds(lambda: nn.functional.cross_entropy(model(x), y).backward())
     assert seconds(lambda: digest(x, y)) < 0.3 * epoch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_weights_of_any_strides_have_fingerprints_and_files(tmp_path: Path, dtype: torch.dtype) -> None:
+    x, y = (part.to(dtype) for part in data(features=3))
+    y = y.expand(-1, 2)
+    plain, strided = nn.Linear(3, 2).to(dtype), nn.Linear(3, 2).to(dtype)
+    for mine, other in zip(strided.parameters(), plain.parameters(), strict=True):
+        apart = torch.empty(*other.shape, 4, dtype=dtype)[..., 0]
+        mine.data = apart.copy_(other.data)
+    found, expected = (lapis.laplace(each, (x, y), "regression") for each in (strided, plain))
+    assert found.network.fingerprint() == expected.network.fingerprint()
+    found.save(tmp_path / "strided")
+    torch.testing.assert_close(lapis.load(tmp_path / "strided", strided).predict(x).mean, expected.predict(x).mean)
+
+
+def test_a_single_number_of_any_stride_has_bytes() -> None:
+    single = torch.arange(8, dtype=F64).reshape(2, 4)[:1, 2:3].T[0]
+    assert single.stride() != (1,)
+    assert torch.equal(flat_bytes(single), torch.tensor([2.0], dtype=F64).view(torch.uint8))
+    assert hash_tensors([single]) == hash_tensors([torch.tensor([2.0], dtype=F64)])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -318,6 +319,16 @@ def test_weights_of_other_heads_keep_their_prior_under_variational_learning() ->
     assert bool((learner.posterior.deviation[used] < 0.45).all())
 
 
+def test_variational_learning_widens_weights_at_the_rate_of_the_means_unless_told() -> None:
+    widths = {}
+    for rate in (None, 0.02, 1e-6):
+        learner = lifelong.VCL(network(), "classification", heads=2, deviation_rate=rate, **{**QUICK, "epochs": 5})
+        learner.learn(TASKS[0], 0)
+        widths[rate] = learner.posterior.deviation
+    assert torch.equal(widths[None], widths[0.02])
+    assert float(widths[None][:48].mean()) > 1.05 * float(widths[1e-6][:48].mean())
+
+
 def test_a_coreset_is_set_aside_and_seen_before_predictions_only() -> None:
     learner = lifelong.VCL(network(), "classification", heads=2, coreset=6, **{**QUICK, "epochs": 10})
     for number, task in enumerate(TASKS):
@@ -501,5 +512,6 @@ def test_bad_input_is_refused_before_any_work(work: Callable[[], Any], error: ty
 
 def test_heads_are_known_by_name_number_or_outputs() -> None:
     assert Heads({3: [1, 0]}).columns(3) == (1, 0)
+    assert Heads(2).columns(np.int64(1)) == (2, 3)
     assert Heads(None).columns(torch.tensor([1, 2])) == (1, 2)
     assert Heads.from_config(Heads({"a": slice(1, 3)}).config()).columns("a") == (1, 2)

@@ -502,6 +502,18 @@ def test_a_start_is_taken_as_given() -> None:
     torch.testing.assert_close(posterior.deviation, deviation, rtol=0.021, atol=0)  # one step of 0.02 in the logarithm
 
 
+def test_means_and_deviations_have_rates_of_their_own() -> None:
+    """Adam's first step has the length of the learning rate, whatever the gradient."""
+    model, x, y = linear_problem()
+    start = torch.cat([p.detach().flatten() for p in model.parameters()])
+    options: dict[str, Any] = {"steps": 1, "deviation": 0.1, "learning_rate": 0.02, "deviation_rate": 0.005}
+    with pytest.warns(lapis.LapisWarning):
+        found = lapis.variational(model, (x, y), Gaussian(NOISE), **options)
+    moved, widened = (found.mean - start).abs(), (found.deviation / 0.1).log().abs()
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.02), rtol=1e-4, atol=0)
+    torch.testing.assert_close(widened, torch.full_like(widened, 0.005), rtol=1e-4, atol=0)
+
+
 def test_an_interrupted_fit_goes_on_as_if_nothing_had_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = linear_problem()
     options: dict[str, Any] = {"steps": 130, "batch_size": 20, "rank": 2, "noise": True, "tune": True}

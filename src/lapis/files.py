@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lapis.errors import FileError
+from lapis.hashing import flat_bytes
 
 FORMAT = 4
 """Version of the layout; readers refuse all others. 3 had other fingerprints; 2 had no seals, and fingerprints that saw
@@ -324,7 +325,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, not copied."""
     if not tensor.numel():  # such tensors may have strides that `view` refuses
         return memoryview(b"")
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return flat_bytes(tensor).numpy().data
 
 
 def _seal(key: str, digest: str) -> str:

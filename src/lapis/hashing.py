@@ -40,6 +40,15 @@ SHIFT = np.uint64(29)
 """Takes the signs of both float32 numbers in a word to bits where no other sign is."""
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, (n,) uint8; a view where its numbers lie side by side.
+
+    Single numbers count as contiguous whatever their stride, and keep it: a view as bytes refuses them.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
 def hash_rows(parts: Sequence[Tensor], more: Sequence[Tensor] = ()) -> Hashes:
     """One hash (n,) uint64 for each row of float32 parts (n, d_1), (n, d_2) ... side by side, and of `more` in int64.
 
@@ -102,15 +111,15 @@ def hash_tensors(tensors: Sequence[Tensor]) -> bytes:
                 digest.update(sums.cpu().numpy().data)
             numbers = words[count * PART :]
         elif numbers.dtype is not torch.float32:
-            numbers = numbers.reshape(-1).view(torch.uint8)
-        digest.update(numbers.reshape(-1).cpu().numpy().data)
+            numbers = flat_bytes(numbers)
+        digest.update(numbers.contiguous().reshape(-1).cpu().numpy().data)
     return digest.digest()
 
 
 def _words(tensor: Tensor) -> Tensor:
     """All bytes as words of 64 bits (n,), the last of which may be incomplete."""
     if tensor.nbytes % 8:
-        return torch.nn.functional.pad(tensor.reshape(-1).view(torch.uint8), (0, -tensor.nbytes % 8)).view(torch.int64)
+        return torch.nn.functional.pad(flat_bytes(tensor), (0, -tensor.nbytes % 8)).view(torch.int64)
     return _aligned(tensor).view(-1).view(torch.int64)
 
 

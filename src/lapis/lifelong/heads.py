@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -51,6 +52,8 @@ class Heads:
         """The outputs of a head; OptionError for one that is not known."""
         if head is None:
             return None
+        if isinstance(head, Integral) and not isinstance(head, bool):
+            head = int(head)  # numpy's too
         if isinstance(self.heads, Mapping) and isinstance(head, (str, int)) and head in self.heads:
             found: tuple[int, ...] = self.heads[head]
             return found

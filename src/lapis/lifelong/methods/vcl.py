@@ -45,6 +45,8 @@ class VCL(Learner):
             Before predictions a copy of q_s is trained on those of all tasks, for at least 100 steps.
         deviation: where the deviations of weights start that no task has determined yet: the weights of a new head, or
             all of them. By default a tenth of the prior's, or of the weights' root mean square where that is less.
+        deviation_rate: learning rate of the logarithms of the deviations; by default that of the means, as the paper
+            has it. In a short training large ones forget: weights grow as wide as their prior before the means settle.
 
     Further options: see `Learner`; `schedule` and `optimiser` are for the plain training before the first task.
     """
@@ -54,6 +56,7 @@ class VCL(Learner):
     prior: float = field(default=1.0, kw_only=True)
     coreset: int | None = field(default=None, kw_only=True)
     deviation: float | None = field(default=None, kw_only=True)
+    deviation_rate: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,7 +118,8 @@ class VCL(Learner):
         before: VariationalPosterior | None = self._posterior
         size = self._batch_size()
         each = math.ceil(n_data / size)
-        steps = max(least, plan_budget(n_data, each, self.network.size, self.epochs).epochs * each)
+        budget = plan_budget(n_data, each, self.network.size, self.epochs, learning_rate=self.learning_rate)
+        steps = max(least, budget.epochs * each)
         prior, mean = Prior(self.prior), self.network.flat()
         wide = prior.resolve(self.network)
         start = small_deviations(mean, wide)
@@ -139,7 +143,8 @@ class VCL(Learner):
                 steps=steps,
                 mean=mean,
                 deviation=start,
-                learning_rate=self.learning_rate,
+                learning_rate=budget.learning_rate,
+                deviation_rate=budget.learning_rate if self.deviation_rate is None else self.deviation_rate,
                 batch_size=size,
                 generator=source,
                 progress=self.progress,

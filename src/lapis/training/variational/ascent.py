@@ -62,6 +62,8 @@ class Ascent:
     tunes_prior: bool
     log_noise: Tensor | None
     """A leaf if the noise is learnt."""
+    logarithmic_rate: float = LOGARITHMIC_RATE
+    """Of the deviations' logarithms."""
     done: int = 0
     """Steps made."""
     rounds: int = 0
@@ -71,7 +73,7 @@ class Ascent:
     _known: tuple[WeightPrior, Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        groups = [(self.rate, self.q.mean), (LOGARITHMIC_RATE, self.q.log_deviation)]
+        groups = [(self.rate, self.q.mean), (self.logarithmic_rate, self.q.log_deviation)]
         if self.q.loadings is not None:
             rate = LOADINGS_RATE / math.sqrt(self.q.loadings.numel())
             groups.append((rate, self.q.loadings))

@@ -27,7 +27,7 @@ from lapis.progress import track
 from lapis.training.budget import EXAMPLES, STEPS, default_batch_size, plan_budget
 from lapis.training.data import own_randomness, survey
 from lapis.training.variational.approximation import Approximation, small_deviations
-from lapis.training.variational.ascent import Ascent
+from lapis.training.variational.ascent import LOGARITHMIC_RATE, Ascent
 from lapis.training.variational.perturbation import Draws
 from lapis.training.variational.reading import Reading
 
@@ -55,6 +55,7 @@ def variational(
     weights: Weights = "all",
     reparameterisation: Literal["local", "weights"] = "local",
     learning_rate: float | None = None,
+    deviation_rate: float = LOGARITHMIC_RATE,
     batch_size: int | None = None,
     generator: torch.Generator | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -92,6 +93,7 @@ def variational(
         weights: which weights are uncertain, see `lapis.laplace`.
         reparameterisation: "local" as above, or "weights": every weight is drawn once for a batch.
         learning_rate: of the means; by default 0.7 / sqrt(number of weights), within 0.001 .. 0.03.
+        deviation_rate: learning rate of the logarithms of the deviations, which have no scale.
         batch_size: for data that are not batched yet; by default 2.5e6 / number of weights, within 128 .. 2048.
         generator: source of randomness; seeded with 0 when None.
         checkpoint: a file in which the fit is kept. When it exists the fit goes on from there, and ends as it would
@@ -136,6 +138,7 @@ def variational(
     settings = {
         "steps": steps, "draws": draws, "rank": rank, "tune": tune, "noise": noise, "batch_size": size, "seed": seed,
         "reparameterisation": reparameterisation, "learning_rate": budget.learning_rate, "likelihood": repr(family),
+        "deviation_rate": deviation_rate,
         "n_data": found.n_data, "fingerprint": network.fingerprint(), "n_weights": network.size,
         "start": tensors_digest({"mean": q.mean, "deviation": q.log_deviation}),
         "prior": tensors_digest({"precision": weight_prior.vector(), "mean": weight_prior.mean}),
@@ -151,8 +154,9 @@ def variational(
         if noise and family.noise is not None:
             log_noise = family.noise.detach().log().to(network.device).requires_grad_()
         ascent = Ascent(
-            q, drawn, family, weight_prior, found.n_data, steps, draws, budget.learning_rate, tune, log_noise
-        )
+            q, drawn, family, weight_prior, found.n_data, steps, draws, budget.learning_rate, tune, log_noise,
+            deviation_rate,
+        )  # fmt: skip
         if kept.tensors:
             ascent.load(kept.tensors, kept.facts)
         _climb(ascent, reading, found.n_batches, kept, progress)
