@@ -114,6 +114,16 @@ def test_classification_adds_probabilities_of_each_class_and_doubt(folder: Path)
     assert scores["nll"] == pytest.approx(-np.log(np.where(kind == "up", up, down)).mean())
 
 
+def test_predictions_that_cannot_be_written_are_refused_before_they_are_made(folder: Path, tmp_path: Path) -> None:
+    for options, message in (
+        (["--out", tmp_path / "no" / "folder.csv"], "Expected: a path in a folder that exists"),
+        (["--out", "-", "--json"], "Two results for standard output"),
+    ):
+        result = run("predict", "no model", "no table", *options, code=1)
+        assert message in result.stderr
+        assert result.stdout == ""
+
+
 def test_screens_fit_into_eighty_columns_and_say_what_was_done(folder: Path) -> None:
     for command in (
         ["predict", folder / "kind.lapis", folder / "table.csv"],

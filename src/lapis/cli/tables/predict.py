@@ -15,6 +15,7 @@ from lapis.cli.tables.fit import Data
 from lapis.cli.tables.networks import make_network
 from lapis.errors import FileError, OptionError
 from lapis.estimators import Predictor, load_predictor
+from lapis.files import check_writable
 from lapis.options import check_between
 
 PROBABILITY = "probability_"
@@ -42,10 +43,17 @@ def predict(
 ) -> None:
     """Predict every row of a table: mean, deviation and interval, or probabilities, with their uncertainty."""
     check_between("level", level, 0, 1)
-    if out is not None and str(out) != "-" and out.suffix.lower() not in FORMATS:
+    if str(out) == "-" and json:
         raise OptionError(
-            f"Cannot write {out}", expected=", ".join(FORMATS), got=out.suffix or "no suffix", do="choose another name"
+            "Two results for standard output", expected="--out - or --json", got="both", do="leave one of them out"
         )
+    if out is not None and str(out) != "-":
+        if out.suffix.lower() not in FORMATS:
+            raise OptionError(
+                f"Cannot write {out}", expected=", ".join(FORMATS), got=out.suffix or "no suffix",
+                do="choose another name",
+            )  # fmt: skip
+        check_writable(out)
     predictor, columns = opened(file, model)
     table = read_table(data)
     added = predicted(predictor, columns, table, level)
