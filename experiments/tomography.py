@@ -24,7 +24,7 @@ from tomo.store import Store
 
 from lapis import imaging
 
-COLUMN_IMAGES = 3
+COLUMN_IMAGES = 6
 STOPPING = ((20, 5), (10, 10))
 """Angles and per cent of noise."""
 TV_RATE = 6.0

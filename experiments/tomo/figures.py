@@ -50,7 +50,7 @@ def calibration(histograms: Mapping[str, Sequence[int]]) -> Figure:
             left.plot(middles, share / np.diff(BINS), drawstyle="steps-mid", linewidth=1, label=name)
             levels = share.cumsum() - share / 2
             keep = (levels > 1e-3) & (levels < 1 - 1e-3)
-            right.plot(scipy.stats.norm.ppf(levels[keep]), middles[keep], ".", markersize=3, label=name)
+            right.plot(scipy.stats.norm.ppf(levels[keep]), middles[keep], linewidth=1.2, label=name)
         left.set(xlim=(-5, 5), yscale="log", ylim=(1e-3, 5), xlabel="error / standard deviation", ylabel="density")
         left.legend()
         right.plot([-3.2, 3.2], [-3.2, 3.2], color=plots.GREY, linewidth=0.8)

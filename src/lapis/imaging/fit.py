@@ -78,8 +78,8 @@ def reconstruct(
             "discrepancy" the network's image, moved towards that mean as far as the data ask for: not at all where the
             network explains them (docs/tomography.md).
         point: where tuning takes the evidence: at the "trained" weights, or at the linear model's own "mode", which is
-            the exact evidence of that model. The mode needs far smaller weights to explain the data, and its error
-            bars are far too small (docs/tomography.md).
+            the exact evidence of that model. That is calibrated for a network with group norm, trained to the end;
+            for others far smaller weights explain the data, and its error bars are too small (docs/tomography.md).
         method: "exact" holds J in memory, "iterative" works by products; "auto" takes what fits the budget.
         tuning_steps: at most; 100 evaluations of an exact evidence, 30 by probes when None.
         memory_budget: bytes that the exact method may take.

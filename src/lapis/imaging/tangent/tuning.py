@@ -27,7 +27,7 @@ LOG_VARIANCE = (-6.9, 12.0)
 LOG_LENGTH = (math.log(0.05), math.log(50.0))
 LOG_NOISE = (-14.0, 14.0)
 """Bounds of the noise variance, relative to where it starts."""
-RATE, REFRESHED_EVERY, PROBES, TOLERANCE = 0.3, 10, 8, 1e-2
+RATE, REFRESHED_EVERY, PROBES, TOLERANCE = 0.3, 5, 8, 1e-2
 """Of the search by probes: first step in logarithms, steps with one preconditioner, random vectors, solves."""
 EVALUATIONS, STEPS = 100, 30
 """At most: of an exact evidence; of its gradients by probes."""
