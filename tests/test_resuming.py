@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lapis
 from killing import WORKS, classifier, problem
@@ -43,6 +47,37 @@ def test_a_work_that_was_cut_short_ends_as_if_it_had_not_been(
     found = WORKS[name](tmp_path / "cut.lapis")
     assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
     assert written <= alone + 1  # it went on, and did not begin anew
+
+
+@pytest.mark.parametrize("structure", ["kronecker", "ekfac"])
+def test_sums_go_on_with_the_same_bits_wherever_a_file_held_them(
+    structure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products are added in an order that depends on where in memory they begin, and files pack numbers closely."""
+    monkeypatch.setattr(checkpoints, "SAVE_SECONDS", 0.0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 20), nn.Tanh(), nn.Linear(20, 3)).eval()
+    whole = [(torch.randn(30, 8), torch.randint(3, (30,))) for _ in range(20)]
+
+    class Ending(list[tuple[torch.Tensor, torch.Tensor]]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            Ending.passes += 1
+            yield from itertools.islice(super().__iter__(), 9)
+            if Ending.passes == (1 if structure == "kronecker" else 2):
+                raise Cut
+            yield from itertools.islice(super().__iter__(), 9, None)
+
+    def sums(data: Any, path: str) -> list[torch.Tensor]:
+        options: Any = {"structure": structure, "weights": "all", "checkpoint": tmp_path / path}
+        fit = lapis.laplace(model, data, "classification", **options)
+        return [tensor for block in fit.curvature.blocks for tensor in block.state().values()]
+
+    expected = sums(whole, "alone")
+    with pytest.raises(Cut):
+        sums(Ending(whole), "cut")
+    assert all(torch.equal(one, two) for one, two in zip(sums(whole, "cut"), expected, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::lapis.LapisWarning")

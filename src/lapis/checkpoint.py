@@ -60,7 +60,8 @@ class Checkpoint:
                 do="pass the same arguments as before, or delete the file to start anew",
             )
         contents.check_seal(self.key)
-        self.tensors = contents.tensors
+        # in memory of their own: where numbers lie decides in which order sums of products add them
+        self.tensors = {name: tensor.clone() for name, tensor in contents.tensors.items()}
 
     def offer(self, tensors: dict[str, Tensor], facts: dict[str, Any], now: bool = False) -> None:
         """Write this state when it is time, or `now`; else remember it in case of an interruption."""
