@@ -17,14 +17,18 @@ from typer.testing import CliRunner
 
 import lapis
 from lapis import plots
-from lapis.cli import app, experiment
+from lapis.cli import app, experiment, figure
 from lapis.errors import DataError, OptionError
 
 runner = CliRunner()
 
 
-def quick(seed: int = 0, label_noise: float = 0.2) -> experiment.Setting:
-    return experiment.Setting.quick(seed=seed, label_noise=label_noise)
+TINY = experiment.Setting(3, 0.2, per_class=10, steps=30, samples=4, test_per_class=10)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> experiment.Result:
+    return experiment.run(TINY)
 
 
 def test_version_names_what_a_bug_report_needs() -> None:
@@ -33,15 +37,19 @@ def test_version_names_what_a_bug_report_needs() -> None:
     assert result.stdout.startswith(f"lapis {lapis.__version__} (torch {torch.__version__}, Python ")
 
 
-@pytest.mark.parametrize("arguments", [["version"], ["learning-rule"], ["demo", "--quick", "--repeats", "1"]])
-def test_other_commands_print_json_and_nothing_else(arguments: list[str], tmp_path: Path) -> None:
-    figure = ["--out", str(tmp_path / "demo.png")] if arguments[0] == "demo" else []
-    result = runner.invoke(app, [*arguments, *figure, "--json"])
+@pytest.mark.parametrize("command", ["version", "learning-rule", "demo"])
+def test_other_commands_print_json_and_nothing_else(
+    command: str, tiny: experiment.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(experiment, "run", lambda setting: tiny)
+    out = ["--out", str(tmp_path / "demo.png")] if command == "demo" else []
+    result = runner.invoke(app, [command, *out, "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    if arguments[0] == "demo":
-        assert found["scores"]["Test digits"]["Network alone"]["Accuracy"] > 0.5
-    elif arguments[0] == "learning-rule":
+    if command == "demo":
+        alone = tiny.methods[0].scores(tiny.digits.test[1])
+        assert found["scores"]["Test digits"]["Network alone"]["Accuracy"] == pytest.approx(alone["Accuracy"])
+    elif command == "learning-rule":
         assert all(row["difference"] < 1e-6 for row in found)
     else:
         assert found["lapis"] == lapis.__version__
@@ -49,18 +57,31 @@ def test_other_commands_print_json_and_nothing_else(arguments: list[str], tmp_pa
 
 def test_demo_in_a_pipe_prints_every_method_and_metric_and_writes_the_figure(tmp_path: Path) -> None:
     """One run of the real command: plain text on standard output only."""
-    command = [sys.executable, "-m", "lapis", "demo", "--quick", "--repeats", "2", "--label-noise", "0.2"]
+    command = [sys.executable, "-m", "lapis", "demo", "--quick", "--repeats", "1", "--label-noise", "0.2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=True)
     for words in ("Network alone", "Laplace, refined", "Laplace, last layer", "Laplace, sampled", "digits 8 and 9"):
         assert words in done.stdout
-    for metric in ("Accuracy", "NLL", "ECE", "Brier", "OOD-AUROC", "±", "20 % of the labels"):
+    for metric in ("Accuracy", "NLL", "ECE", "Brier", "OOD-AUROC", "20 % of the labels"):
         assert metric in done.stdout
     assert "…" not in done.stdout
     assert "\x1b" not in done.stdout
     assert done.stderr == ""
     assert (tmp_path / "lapis-demo.png").read_bytes().startswith(b"\x89PNG")
     assert max(len(line) for line in done.stdout.splitlines() if "demo.png" not in line) <= 80
+
+
+def test_demo_says_how_far_its_splits_stray(
+    tiny: experiment.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(experiment, "run", lambda setting: seeds.append(setting.seed) or tiny)
+    monkeypatch.setattr(figure, "draw", lambda *_: None)
+    for repeats in (1, 2):
+        options = ["--seed", "7", "--repeats", str(repeats), "--out", str(tmp_path / "demo.png")]
+        result = runner.invoke(app, ["demo", *options])
+        assert ("±" in result.stdout) == (repeats > 1)
+    assert seeds == [7, 7, 8]
 
 
 @pytest.mark.parametrize(
@@ -121,13 +142,12 @@ def test_label_noise_redraws_its_share_of_labels_and_leaves_images_alone() -> No
     assert changed == pytest.approx(0.2 * 7 / 8, abs=0.059)
 
 
-def test_run_repeats_itself_and_leaves_the_global_generator_and_threads_alone() -> None:
+def test_run_repeats_itself_and_leaves_the_global_generator_and_threads_alone(tiny: experiment.Result) -> None:
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    tiny = experiment.Setting(3, 0.2, per_class=10, steps=30, samples=4, test_per_class=10)
-    first, second = experiment.run(tiny), experiment.run(tiny)
+    second = experiment.run(TINY)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.get_num_threads() == threads
-    for one, other in zip(first.methods, second.methods, strict=True):
+    for one, other in zip(tiny.methods, second.methods, strict=True):
         assert torch.equal(one.test, other.test)
         assert torch.equal(one.unknown, other.unknown)
 
