@@ -257,3 +257,34 @@ def test_an_export_is_proven_or_refused(how: str) -> None:
     # the last layer alone is used once
     last = lapis.laplace(model, (X, torch.arange(24) % 2), "classification", weights="last_layer")
     torch.testing.assert_close(predictive(last)(X)[0], last.predict(X).probs)  # type: ignore[union-attr]
+
+
+def test_wrong_arguments_of_the_usual_calls_are_refused() -> None:
+    """What raised AttributeErrors, or was taken, before arguments were checked in one place."""
+    network, data = nn.Linear(3, 2).double(), (X, X[:, :2])
+    dense = lapis.laplace(network, data, "regression", structure="dense")
+    implicit = lapis.laplace(network, data, "regression", structure="implicit")
+    calls: dict[str, Callable[[], Any]] = {
+        "generator": lambda: dense.sample(2, generator=3),  # type: ignore[arg-type]
+        "generator of a fit": lambda: lapis.laplace(network, data, "regression", generator=3),  # type: ignore[call-overload]
+        "solve, wrong size": lambda: implicit.solve(torch.ones(5, dtype=F64)),
+        "log_prob, wrong size": lambda: dense.log_prob(torch.ones(5, dtype=F64)),
+        "compare numbers": lambda: lapis.compare([1]),  # type: ignore[list-item]
+        "save nowhere": lambda: dense.save(""),
+        "words for numbers": lambda: lapis.laplace(network, data, "regression", temperature="1"),  # type: ignore[call-overload]
+        "no rounds": lambda: dense.refine(data, max_rounds=-1),
+        "products": lambda: dense.at_tangent_mode(data, max_products="a"),  # type: ignore[arg-type]
+        "tolerance": lambda: dense.tune(tolerance=float("inf")),
+        "tolerance of solves": lambda: implicit.with_solver(tolerance=float("inf")),
+        "learning rate": lambda: lapis.train(network, data, "regression", epochs=1, learning_rate=0.0),
+        "joint": lambda: dense.predict(X, joint="a"),  # type: ignore[arg-type]
+        "draws": lambda: dense.sample("3"),  # type: ignore[arg-type]
+    }
+    taken = []
+    for name, call in calls.items():
+        try:
+            call()
+            taken.append(name)
+        except lapis.LapisError:
+            continue
+    assert not taken

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lapis.errors import LapisWarning, users_level
 from lapis.predictions.integrals import counts
 from lapis.predictions.integrals.mixtures import normal_quantile
 from lapis.predictions.integrals.quadrature import in_chunks
@@ -32,12 +34,12 @@ class CountPrediction(NumericPrediction):
             top = values.amax(0)
             rates = (values - top).exp()  # relative to the largest: moments overflow to infinity, not to NaN
             mean = (top + rates.mean(0).log()).exp()
-            return mean, (2 * top + rates.var(0, unbiased=False).log()).exp(), mean
+            return _told(mean, (2 * top + rates.var(0, unbiased=False).log()).exp())
         log_mean, variance = self._gaussian
         # log(e^v - 1) = v + log(1 - e^-v): -inf for v = 0, and overflows only if the result does
         log_excess = variance + (-torch.expm1(-variance)).log()
         mean = (log_mean + 0.5 * variance).exp()
-        return mean, (2 * log_mean + variance + log_excess).exp(), mean
+        return _told(mean, (2 * log_mean + variance + log_excess).exp())
 
     @cached_property
     def _gaussian(self) -> tuple[Tensor, Tensor]:
@@ -64,3 +66,17 @@ class CountPrediction(NumericPrediction):
             return self._monte_carlo_log_prob(target)
         densities = in_chunks(counts.log_prob, target.double(), *self._gaussian)
         return densities.sum(-1).to(target.dtype)
+
+
+def _told(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The moments, with a warning where they are infinite."""
+    infinite = int((~(mean + variance).isfinite()).sum())
+    if infinite:
+        warnings.warn(
+            f"The rates of {infinite} of {mean.numel()} counts are so uncertain that their mean or variance exceeds "
+            "all numbers, and is infinite. Look at quantiles (.interval), or doubt the weights less: a larger "
+            "prior precision, or inputs nearer to the data.",
+            LapisWarning,
+            stacklevel=users_level(),
+        )
+    return mean, variance, mean
