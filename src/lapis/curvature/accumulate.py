@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lapis.batches import Batch, example_digests, naming
 from lapis.checkpoint import Checkpoint
-from lapis.curvature.backward.contributions import one_seed
 from lapis.curvature.backward.record import Record
 from lapis.curvature.backward.seeds import curvature_seeds, position_seeds
 from lapis.curvature.budget import work_bytes
@@ -241,4 +240,4 @@ def _add_seeds(curvature: Curvature, record: Record, seeds: Tensor, done: int) -
             continue
         for seed in range(len(seeds)):  # one for each output, position after position
             block = curvature.apart[(done + seed) % curvature.outputs][number]
-            block.accumulate([one_seed(each, seed) for each in own], first=done + seed == 0)
+            block.accumulate([each.of_seed(seed) for each in own], first=done + seed == 0)

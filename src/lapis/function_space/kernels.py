@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lapis.batches import Inputs, batch_length, take
-from lapis.curvature.backward.contributions import Contribution, Lookup, Outer, Rows
+from lapis.curvature.backward.contributions import Contribution
 from lapis.curvature.backward.seeds import position_seeds, unit_factor
 from lapis.curvature.blocks.block import BlockGaussian
 from lapis.curvature.blocks.dense.matrix import inner_products
@@ -321,9 +321,8 @@ def part_length(memory_budget: int, nbytes: int) -> int:
 
 def check_matrix(rows: int, columns: int, itemsize: int, memory_budget: int) -> None:
     """MemoryBudgetError if a kernel matrix does not fit."""
-    needed = rows * columns * itemsize
     check_fits(
-        needed,
+        rows * columns * itemsize,
         memory_budget,
         f"A kernel matrix of {rows:,} x {columns:,} outputs does not fit",
         do="take fewer examples, or the products of operator(x)",
@@ -332,12 +331,6 @@ def check_matrix(rows: int, columns: int, itemsize: int, memory_budget: int) -> 
 
 def _nbytes(value: Any) -> int:
     """Memory that features take."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Contribution):
         return value.nbytes
-    if isinstance(value, Outer):
-        return value.inputs().nbytes + value.g.nbytes
-    if isinstance(value, Rows):
-        return value.values.nbytes
-    if isinstance(value, Lookup):
-        return value.index.nbytes + value.g.nbytes
     return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0

@@ -1,12 +1,4 @@
-"""Contributions: a batch's Jacobian for one site's weights in factored form, and the sums that structures need of it.
-
-With B examples and M seeds (scalar functions of the outputs) the Jacobian of a site is J[b, m, weight]. It is never
-stored whole unless a structure asks for its `rows`:
-
-* `Outer`: J[b, m, k, o, i] = sum_t g[k, m, b, t, o] a[k, b, t, i]: linear maps over T positions, in K groups.
-* `Lookup`: J[b, m, o, v] = sum_t g[m, b, o, t] [index[b, t] = v]: embeddings.
-* `Rows`: J given as it is: norm layers, raw parameters, everything else.
-"""
+"""The Jacobian of linear maps over positions, as inputs and gradients: J[b, m, k, o, i] = sum_t g a."""
 
 from __future__ import annotations
 
@@ -16,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lapis.curvature.backward.contributions.rows import Rows
 from lapis.curvature.moments import add_half_gram
 
 CHUNK_BYTES = 16 * 2**20
@@ -45,6 +38,11 @@ class Outer:
     """By which factor that takes less memory than the inputs."""
     direct: tuple[Callable[[slice], Tensor], int] | None = None
     """J of some examples, (b, K, M, O, I), without forming the inputs, and how many examples fit the cache."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes, with its inputs made."""
+        return self.inputs().nbytes + self.g.nbytes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -232,6 +230,10 @@ class Outer:
         """Examples times positions."""
         return self.g.shape[2] * self.g.shape[3]
 
+    def of_seed(self, seed: int) -> Outer:
+        """The Jacobian of one of the M seeds."""
+        return replace(self, g=self.g[:, seed : seed + 1], direct=None)
+
 
 def _squares(g: Tensor) -> Tensor:
     """The sum over seeds of g^2 for g (M, ...), without a copy of g where it is large."""
@@ -255,144 +257,3 @@ def _weighted(jacobian: Tensor, variance: Tensor, diagonal: bool) -> Tensor:
     if diagonal:
         return (weighted * jacobian).sum((1, 3, 4))
     return torch.bmm(weighted.transpose(1, 2).flatten(2), jacobian.transpose(1, 2).flatten(2).mT)
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """Indices (B, T) into V rows and gradients g (M, B, O, T); weights are seen as (1, O, V)."""
-
-    index: Tensor
-    g: Tensor
-    entries: int
-    padding: int | None = None
-    """Index of the padding row, which is never learned: its g are zero, and its look-ups are not counted."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.g.dtype
-
-    def _same(self) -> Tensor:
-        """(B, T, T): positions that look up the same row, as numbers."""
-        return (self.index[:, :, None] == self.index[:, None, :]).to(self.g.dtype)
-
-    def _one_hot(self) -> Tensor:
-        codes = torch.nn.functional.one_hot(self.index, self.entries).to(self.g.dtype)
-        if self.padding is not None:
-            codes[..., self.padding] = 0
-        return codes
-
-    def as_outer(self) -> Outer:
-        """The same with one-hot inputs written out."""
-        return Outer(lambda: self._one_hot()[None], self.g.mT[None])
-
-    def rows(self) -> Tensor:
-        return self.as_outer().rows()
-
-    def add_square_sum(self, total: Tensor) -> None:
-        """Add the sum over examples and seeds of J^2 to `total` (1, O, V)."""
-        # (sum_t g_t)^2 over the positions of a row = sum_t g_t (sum of g over t's own row)
-        per_position = (self.g * (self.g @ self._same())).sum(0)
-        total[0].index_add_(1, self.index.reshape(-1), per_position.transpose(0, 1).flatten(1))
-
-    def covariance(self, variance: Tensor, diagonal: bool) -> Tensor:
-        weight = variance[0][:, self.index].permute(1, 0, 2)
-        left, right = self.g * weight, self.g @ self._same()
-        if diagonal:
-            return (left * right).sum((2, 3)).T
-        return torch.einsum("mbot,nbot->bmn", left, right)
-
-    def settled(self) -> Lookup:
-        return self
-
-    def double(self) -> Lookup:
-        return replace(self, g=self.g.double())
-
-    def project(self, vectors: Tensor) -> Tensor:
-        """J v for weight vectors v (n, 1, O, V): (B, M, n)."""
-        return torch.einsum("mbot,nobt->bmn", self.g, vectors[:, 0][:, :, self.index])
-
-    def gradient(self, coefficients: Tensor) -> Tensor:
-        return self.as_outer().gradient(coefficients)
-
-    def rotate(self, outputs: Tensor) -> Lookup:
-        return replace(self, g=outputs[0].mT @ self.g)
-
-    def add_gradient_moment(self, total: Tensor) -> None:
-        """Add the lower triangle of the sum over seeds, examples and positions of g g^T to `total` (1, O, O)."""
-        add_half_gram(total[0], self.g.permute(0, 1, 3, 2).flatten(0, 2))
-
-    def add_input_moment(self, total: Tensor) -> None:
-        """Add how often each row was looked up to `total` (V,): one-hot inputs have a diagonal moment."""
-        total += self.counts()
-
-    def counts(self) -> Tensor:
-        """How often each row was looked up, (V,)."""
-        counts = torch.bincount(self.index.reshape(-1), minlength=self.entries).to(self.g.dtype)
-        if self.padding is not None:
-            counts[self.padding] = 0
-        return counts
-
-    @property
-    def positions(self) -> int:
-        """Look-ups of rows that are learned."""
-        return int(self.counts().sum())
-
-
-def one_seed(contribution: Contribution, seed: int) -> Contribution:
-    """The Jacobian of one of the M seeds."""
-    chosen = slice(seed, seed + 1)
-    if isinstance(contribution, Outer):
-        return replace(contribution, g=contribution.g[:, chosen], direct=None)
-    if isinstance(contribution, Lookup):
-        return replace(contribution, g=contribution.g[chosen])
-    return Rows(contribution.values[chosen])
-
-
-@dataclass(frozen=True)
-class Rows:
-    """J itself, (M, B, entries)."""
-
-    values: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    def rows(self) -> Tensor:
-        return self.values
-
-    def add_square_sum(self, total: Tensor) -> None:
-        """Add the sum over examples and seeds of J^2 to `total`, which has as many entries."""
-        total += self.values.square().sum((0, 1)).reshape(total.shape)
-
-    def covariance(self, variance: Tensor, diagonal: bool) -> Tensor:
-        jacobian, variance = self.values.transpose(0, 1), variance.reshape(-1)
-        if diagonal:
-            return torch.einsum("bmp,p->bm", jacobian.square(), variance)
-        return torch.bmm(jacobian * variance, jacobian.mT)
-
-    def project(self, vectors: Tensor) -> Tensor:
-        """J v for weight vectors v (n, entries): (B, M, n)."""
-        return self.values.transpose(0, 1) @ vectors.flatten(1).mT
-
-    def along(self, vectors: Tensor) -> Tensor:
-        """J[b, m, row, :] v[row, :] for v (..., I) of as many entries: (B, M, rows)."""
-        weighted = self.values * vectors.reshape(-1)
-        return weighted.reshape(*weighted.shape[:2], -1, vectors.shape[-1]).sum(-1).transpose(0, 1)
-
-    def gradient(self, coefficients: Tensor) -> Tensor:
-        return torch.einsum("bp,b->p", self.values[0], coefficients)
-
-    def rotate(self, inputs: Tensor | None, outputs: Tensor, shape: tuple[int, ...]) -> Rows:
-        """Rows over a (K, O, I) array in the bases of inputs (K, I, I) and outputs (K, O, O)."""
-        array = outputs.mT @ self.values.reshape(*self.values.shape[:2], *shape)
-        return Rows((array if inputs is None else array @ inputs).flatten(2))
-
-    def settled(self) -> Rows:
-        return self
-
-    def double(self) -> Rows:
-        return Rows(self.values.double())
-
-
-Contribution = Outer | Lookup | Rows
