@@ -49,7 +49,7 @@ class Problem:
 
 def load(name: str, seed: int) -> Problem:
     """The network after training, and what SWAG collected in epochs after that."""
-    x, y = lapis.data.images("cifar10", "train") if name in SETTINGS else _noise()
+    x, y = lapis.data.images("cifar10_small", "train") if name in SETTINGS else _noise()
     x, y = x[: TRAINED + TESTED], y[: TRAINED + TESTED]
     x = (x - x.mean()) / x.std()
     torch.manual_seed(seed)
