@@ -110,3 +110,24 @@ def curvature_diagonal(posterior: LaplacePosterior) -> Tensor:
         assert isinstance(block, DiagonalBlock)
         block.site.scatter(block.curvature, flat, posterior.network)
     return flat
+
+
+def half_square(deviation: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """1/2 d^T A d of a symmetric A, with gradient A d: one product with A for both."""
+    value: Tensor = _Quadratic.apply(deviation, multiply)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _Quadratic(torch.autograd.Function):
+    """`half_square`."""
+
+    @staticmethod
+    def forward(ctx: Any, deviation: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+        product = multiply(deviation)
+        ctx.save_for_backward(product.to(deviation.dtype))
+        return 0.5 * (product * deviation).sum().to(deviation.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (product,) = ctx.saved_tensors
+        return gradients[0] * product, None

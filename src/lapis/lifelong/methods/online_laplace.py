@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from lapis.lifelong.learner import Learner, Task
-from lapis.lifelong.methods.consolidation import consolidated, curvature_product
+from lapis.lifelong.methods.consolidation import consolidated, curvature_product, half_square
 from lapis.lifelong.posterior_file import pack_posterior, unpack_posterior
 from lapis.posteriors.laplace.stored import LaplacePosterior
 
@@ -49,11 +48,7 @@ class OnlineLaplace(Learner):
         def pull(deviation: Tensor) -> Tensor:
             return (self.strength * product(deviation) + self.prior * deviation) / task.n_data
 
-        def penalty() -> Tensor:
-            value: Tensor = _Quadratic.apply(self._weights() - mean, pull)  # type: ignore[no-untyped-call]
-            return value
-
-        return penalty
+        return lambda: half_square(self._weights() - mean, pull)
 
     def _consolidate(self, task: Task) -> None:
         self._posterior = consolidated(
@@ -74,18 +69,3 @@ class OnlineLaplace(Learner):
 
     def _load(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self._posterior = unpack_posterior(config, tensors, self.model, self.likelihood)
-
-
-class _Quadratic(torch.autograd.Function):
-    """1/2 d^T A d, with gradient A d: one product with A for both."""
-
-    @staticmethod
-    def forward(ctx: Any, deviation: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-        product = multiply(deviation)
-        ctx.save_for_backward(product.to(deviation.dtype))
-        return 0.5 * (product * deviation).sum().to(deviation.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (product,) = ctx.saved_tensors
-        return gradients[0] * product, None
