@@ -75,15 +75,24 @@ def say(text: str) -> None:
     Console(highlight=False, soft_wrap=True).print(text)
 
 
+LONGEST_WORD = 20
+"""Letters of a name that is not broken in a narrow terminal; paths may be longer."""
+
+
 def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table; columns of words are set to the left, those with numbers to the right."""
+    """A table; columns of words are set to the left, those with numbers to the right, names in whole words."""
+    console = Console(highlight=False)
+    fits = sum(2 + max(len(str(row[number])) for row in [head, *rows]) for number in range(len(head))) <= console.width
+    longest = max((len(word) for row in rows for word in str(row[0]).split()), default=0)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, padding=(0, 2, 0, 0))
     for number, name in enumerate(head):
         words = all(isinstance(row[number], str) for row in rows)
-        table.add_column(escape(name), justify="left" if words else "right", no_wrap=not words, overflow="fold")
+        width = longest if words and not (number or fits or longest > LONGEST_WORD) else None
+        side: Literal["left", "right"] = "left" if words else "right"
+        table.add_column(escape(name), justify=side, no_wrap=not words, overflow="fold", width=width)
     for row in rows:
         table.add_row(*(escape(cell if isinstance(cell, str) else shown(cell)) for cell in row))
-    Console(highlight=False).print(table)
+    console.print(table)
 
 
 def facts(pairs: Mapping[str, Any]) -> None:

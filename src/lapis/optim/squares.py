@@ -320,10 +320,12 @@ class Squares:
         assert axis is not None
         dtype = self._general.dtype
         arguments = {
-            name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-            for name, value in call.arguments.items()
+            name: _cast(value, dtype) if isinstance(value, Tensor) else value for name, value in call.arguments.items()
         }
-        return call.rule(replace(call, arguments=arguments, probe=_cast(call.probe, dtype)), axis)
+        probe = _cast(call.probe, dtype)
+        if probe is call.probe and all(value is call.arguments[name] for name, value in arguments.items()):
+            return call.rule(call, axis)
+        return call.rule(replace(call, arguments=arguments, probe=probe), axis)
 
     def _check(self, current: _Pass) -> None:
         """Raise if the recorded layers do not add up to autograd's gradient."""

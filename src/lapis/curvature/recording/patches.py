@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,17 +35,22 @@ class Axis(NamedTuple):
         return (self.before + length + self.after - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
 
 
-def _axes(kernel: tuple[int, ...], arguments: dict[str, Any]) -> list[Axis]:
+def _axes(kernel: tuple[int, ...], arguments: dict[str, Any]) -> tuple[Axis, ...]:
+    given = (arguments[name] for name in ("stride", "padding", "dilation"))
+    return _resolved(kernel, *(tuple(each) if isinstance(each, list) else each for each in given))
+
+
+@cache
+def _resolved(kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> tuple[Axis, ...]:
     n = len(kernel)
-    stride, dilation = _tuple(arguments["stride"], n), _tuple(arguments["dilation"], n)
-    padding = arguments["padding"]
+    stride, dilation = _tuple(stride, n), _tuple(dilation, n)
     if padding == "same":
         total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         pads = [(t // 2, t - t // 2) for t in total]
     else:
         widths = (0,) * n if padding == "valid" else _tuple(padding, n)
         pads = [(w, w) for w in widths]
-    return [Axis(k, s, d, *pad) for k, s, d, pad in zip(kernel, stride, dilation, pads, strict=True)]
+    return tuple(Axis(k, s, d, *pad) for k, s, d, pad in zip(kernel, stride, dilation, pads, strict=True))
 
 
 def convolution_options(kernel: tuple[int, ...], arguments: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -34,12 +35,12 @@ class Slot:
     axes: tuple[int, ...]
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def rows(self) -> tuple[str, int, int]:
         """Parameter name, first row and the one after the last: equal for slots that are the same weights."""
         return (self.name, self.start, self.stop)
 
-    @property
+    @cached_property
     def size(self) -> int:
         return int(torch.Size(self.view).numel())
 
@@ -82,11 +83,11 @@ class Site:
     weight: Slot | None
     bias: Slot | None = None
 
-    @property
+    @cached_property
     def slots(self) -> tuple[Slot, ...]:
         return tuple(slot for slot in (self.weight, self.bias) if slot is not None)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         if self.weight is None:
             assert self.bias is not None
@@ -96,7 +97,7 @@ class Site:
         groups, outputs, inputs = self.weight.shape
         return (groups, outputs, inputs + 1)
 
-    @property
+    @cached_property
     def size(self) -> int:
         return int(torch.Size(self.shape).numel())
 
