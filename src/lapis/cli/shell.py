@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import torch
 import typer
@@ -88,7 +88,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     for number, name in enumerate(head):
         words = all(isinstance(row[number], str) for row in rows)
         width = longest if words and not (number or fits or longest > LONGEST_WORD) else None
-        side: Literal[left, right] = "left" if words else "right"
+        side: Literal["left", "right"] = "left" if words else "right"
         table.add_column(escape(name), justify=side, no_wrap=not words, overflow="fold", width=width)
     for row in rows:
         table.add_row(*(escape(cell if isinstance(cell, str) else shown(cell)) for cell in row))
