@@ -287,30 +287,6 @@ def test_fromp_with_some_tasks_at_a_step_is_fromp_on_average() -> None:
     torch.testing.assert_close(sum(drawn) / 3, float(value), rtol=1e-6, atol=0)
 
 
-def test_fromp_goes_on_with_the_last_gradient_between_computations() -> None:
-    options: dict[str, Any] = {"heads": 2, "points": 4, "jitter": 1e-4, **QUICK}
-    learner = lifelong.FROMP(network(), "classification", every=3, **options)
-    learner.learn(TASKS[0], 0)
-    moved(learner)
-    penalty = learner._penalty(task_of(learner, TASKS[1], 1))
-    assert penalty is not None
-    parameters, taken, exact = list(learner.network.parameters.values()), [], []
-    for _ in range(4):
-        learner.every = 3
-        taken.append(learner.network.gather(torch.autograd.grad(penalty(), parameters)))
-        learner.every = 1
-        exact.append(penalty_of(learner, TASKS[1], 1)[1])
-        moved(learner)
-    assert torch.equal(taken[1], taken[0])
-    assert torch.equal(taken[2], taken[0])
-    for step in (0, 3):
-        torch.testing.assert_close(taken[step], exact[step])
-    assert not torch.allclose(exact[1], exact[0])
-    learner.every = 3
-    learner.learn(TASKS[1], 1)
-    assert float((learner.predict(TASKS[0][0], 0).probs.argmax(-1) == TASKS[0][1]).double().mean()) > 0.8  # type: ignore[attr-defined]
-
-
 def test_variational_continual_learning_tracks_the_mean_field_optimum() -> None:
     """Of a linear Gaussian model: precisions A_1 + diag of each task, means of the quadratics with these priors."""
     tasks = linear_tasks()

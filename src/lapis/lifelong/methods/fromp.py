@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import Any, TypeAlias
 
 import torch
@@ -58,8 +57,6 @@ class FROMP(Learner):
         jitter: added to the diagonal of K.
         tasks_at_a_step: past tasks whose regulariser is computed at a step, drawn at random and weighted so that their
             mean is that of all: the time of a step then does not grow with the number of tasks. None: all of them.
-        every: steps from one computation of the regulariser to the next; steps in between go on with its last gradient,
-            and cost next to nothing more than plain ones.
         clip: norm of the gradient at most; steps on kernels that are nearly singular can be wild. None: no limit.
 
     Further options: see `Learner`. The paper's: split MNIST 40 points, strength 10, learning rate 1e-4, 15 epochs,
@@ -72,7 +69,6 @@ class FROMP(Learner):
     prior: float = field(default=1e-3, kw_only=True)
     jitter: float = field(default=1e-6, kw_only=True)
     tasks_at_a_step: int | None = field(default=None, kw_only=True)
-    every: int = field(default=1, kw_only=True)
     clip: float | None = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -88,23 +84,6 @@ class FROMP(Learner):
     def _penalty(self, task: Task) -> Callable[[], Tensor] | None:
         if not self.tasks:
             return None
-        computed, parameters = self._functional(), list(self.network.parameters.values())
-        if self.every == 1:
-            return computed
-        steps = count()
-        held: list[Tensor] = []
-
-        def linear() -> Tensor:
-            """The regulariser's value when it was last computed, with its gradient then."""
-            if next(steps) % self.every == 0:
-                value = computed()
-                held[:] = [value.detach(), *torch.autograd.grad(value, parameters, materialize_grads=True)]
-            return held[0] + _Constant.apply(tuple(held[1:]), *parameters)  # type: ignore[no-untyped-call, no-any-return]
-
-        return linear
-
-    def _functional(self) -> Callable[[], Tensor]:
-        """The regulariser, of all past tasks or an estimate, as a function of the model's weights."""
         held = list(zip(self.memory.spans(), self.anchors, strict=True))
         some = self.tasks_at_a_step
         if some is None or some >= len(held):
@@ -220,16 +199,3 @@ class FROMP(Learner):
             shape = (*means.shape[1:], len(episode), len(episode))
             anchors.append(Anchor(means, tensor(found, f"{i}.inverse", shape, dtype)))
         self.anchors = tuple(anchors)
-
-
-class _Constant(torch.autograd.Function):
-    """Zero, with given gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: tuple[Tensor, ...], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(gradients[0] * each for each in ctx.gradients)
