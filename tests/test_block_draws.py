@@ -150,7 +150,11 @@ def test_the_solver_is_chosen_by_size_and_by_what_was_asked_for(monkeypatch: pyt
 def test_the_time_is_foretold_and_an_early_end_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     made, _ = posterior(torch.float32)
     made.draw(4, solver="block", progress=True)
-    assert "4 together: about 25 products of at most" in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "4 together: about 25 products of at most" in said
+    assert 'solver="sgd" would take 22 passes' in said
+    made.draw(8, solver="block", progress=True)
+    assert "sgd" not in capsys.readouterr().err
     made.draw(4, solver="cg", progress=True)
     assert "4 together, to a residual of 1e-05: usually far" in " ".join(capsys.readouterr().err.split())
     made.draw(4, solver="sgd", epochs=30, batch_size=20, progress=True)

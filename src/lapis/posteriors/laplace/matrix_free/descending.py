@@ -53,6 +53,9 @@ DUAL_MOMENTUM, DUAL_TAIL, DUAL_BATCH, DUAL_MINIBATCHES, LEAST_BATCH = 0.95, 0.2,
 """Of the dual objective: momentum, share of the iterates that are averaged, and examples of a minibatch, fewer, but
 not below the last, where the data would not make so many minibatches. Chosen on a LeNet (docs/matrix-free.md)."""
 
+EPOCHS = 20
+"""Of a draw where none are asked for; the residual at the end and the right-hand side cost a pass each."""
+
 MOST_HALVINGS = 8
 """Of the dual objective's learning rate, where minibatches differ so much that the descent grows."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lapis.checkpoint import Checkpoint, Offered
 from lapis.errors import OptionError
 from lapis.files import tensors_digest
-from lapis.posteriors.laplace.matrix_free.descending import by_sgd, examples_at_once
+from lapis.posteriors.laplace.matrix_free.descending import EPOCHS, by_sgd, examples_at_once
 from lapis.posteriors.laplace.matrix_free.drawn import Drawing, DrawnPosterior
 from lapis.posteriors.laplace.matrix_free.made import Made
 from lapis.posteriors.laplace.matrix_free.noise import noise
@@ -84,7 +84,7 @@ def options(
             )
         return Options(samples, solver, None, None, None, None, None, ERROR if error is None else error)
     objective = "dual" if objective is None else objective
-    epochs = 20 if epochs is None else epochs
+    epochs = EPOCHS if epochs is None else epochs
     batch_size = examples_at_once(objective, posterior.n_data) if batch_size is None else batch_size
     return Options(samples, solver, objective, epochs, batch_size, learning_rate, clip)
 

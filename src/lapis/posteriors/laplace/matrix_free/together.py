@@ -19,6 +19,7 @@ from torch import Tensor
 from lapis.checkpoint import Checkpoint
 from lapis.errors import LapisWarning, users_level
 from lapis.network import full_precision
+from lapis.posteriors.laplace.matrix_free.descending import EPOCHS
 from lapis.posteriors.laplace.matrix_free.drawn import Drawing
 from lapis.posteriors.laplace.matrix_free.made import Made
 from lapis.posteriors.laplace.matrix_free.noise import noise
@@ -110,9 +111,14 @@ class _Block:
         """How long it will take, by the first product (which is slower than the next) and the usual iterations."""
         expected = max(2, round(ITERATIONS / self.number**0.5))
         seconds = blocks * expected * self.seconds
+        other = (
+            f'; solver="sgd" would take {EPOCHS + 2} passes in minibatches, without knowing its error'
+            if expected > EPOCHS + 2
+            else ""
+        )
         return (
             f"Draws by block conjugate gradients, {self.number} together: about {expected} products of at most "
-            f"{self.seconds:.2g} s, {blocks} time{'s' if blocks > 1 else ''}: {seconds:.0f} s or less"
+            f"{self.seconds:.2g} s, {blocks} time{'s' if blocks > 1 else ''}: {seconds:.0f} s or less{other}"
         )
 
     def enough(self, now: BlockState) -> bool:
