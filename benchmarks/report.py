@@ -180,8 +180,8 @@ def write(results: dict[str, Any]) -> None:
         + f". Measured float32 matrix-product rate: {machine['rate'] / 1e9:.0f} x 10^9 operations a second.",
         table(("case", "network", "examples", "batch size"), cases),
         f"{len(rows) - missed} of {len(rows)} jobs meet their targets. Of every job: no peer faster by more than 10 %, "
-        "none leaner by more than 20 % (growth below 4 MB counts as 4 MB, and within 2 % as equal). How the numbers were "
-        "taken, and why targets were missed, stands at the end.",
+        "none leaner by more than 20 % (growth below 4 MB counts as 4 MB, and within 2 % as equal). How the numbers "
+        "were taken, and why targets were missed, stands at the end.",
         "## Targets",
         table(HEADER, [cells(row) for row in wanted]),
         "## All other jobs",

@@ -17,7 +17,7 @@ def _mathml(found: re.Match[str]) -> str:
     drawn = convert(formula, display=display)
     if "\\" in drawn:  # a command that the converter does not know stays as it was written
         raise ValueError(f"This formula cannot be drawn: {formula}")
-    return drawn
+    return f'<div class="formula">{drawn}</div>' if display == "block" else drawn
 
 
 def on_page_content(text: str, **_: Any) -> str:

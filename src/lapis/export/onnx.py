@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lapis.errors import DataError, OptionError
+from lapis.export.erf import RULES
 from lapis.export.module import OUTPUTS
 from lapis.files import check_writable
 from lapis.options import check_arguments
@@ -50,8 +51,8 @@ def to_onnx(module: nn.Module, example: Tensor, path: str | os.PathLike[str]) ->
     names = OUTPUTS[str(getattr(module, "task", "regression"))]
     with _quiet():
         program = torch.onnx.export(
-            exported(module, example), (example,), dynamo=True, input_names=["x"], output_names=list(names),
-            verbose=False,
+            exported(module, example).run_decompositions(RULES), (example,), dynamo=True, input_names=["x"],
+            output_names=list(names), verbose=False,
         )  # fmt: skip
         assert program is not None
         program.save(str(path))
