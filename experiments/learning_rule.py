@@ -5,8 +5,7 @@ decay), the same epochs, batches of 64 and a cosine schedule; the lowest validat
 What is not in the grid has the library's defaults; VOGN's temperature rises from .01 to 1 in the first third. SGD and
 Adam predict by the trained network, VOGN and IVON by the average of 30 drawn ones. 4,000 training, 500 validation and
 2,000 test images (CIFAR-10: 2,000 training images without augmentation; the ResNet-20, of half the usual width, trains
-for 10 epochs and is tested on 1,000); out of distribution: Fashion-MNIST, MNIST, CIFAR-100. Rows are kept in
-docs/results/learning_rule.json: a run that was killed goes on.
+for 10 epochs and is tested on 1,000); out of distribution: Fashion-MNIST, MNIST, CIFAR-100. Killed runs go on.
 
 On CIFAR-10 draws begin no wider than .01 (IVON's `hess_init` and VOGN's damping are 10,000 / N): the defaults, .03 and
 .07 at 2,000 images, are as wide as the weights of these layers. The weak prior is the published regime: 1,000 images,
@@ -26,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from textwrap import fill
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -353,7 +353,7 @@ def write(chosen: argparse.Namespace, settings: dict[str, Setting]) -> None:
         for column, each in found.items():
             curves = [row["curve"] for row in each]
             at.plot(range(1, len(curves[0]) + 1), [mean(values) for values in zip(*curves, strict=True)], label=column)
-        at.set(title=name, xlabel="epoch", yscale="log")
+        at.set(title=fill(name, 32), xlabel="epoch", yscale="log")
         at.xaxis.set_major_locator(MaxNLocator(integer=True))
         at.yaxis.set_major_locator(MaxNLocator(5))
         at.yaxis.set_major_formatter("{x:.2g}")

@@ -44,6 +44,8 @@ class VOGN(DiagonalOptimizer):
         hess_init: h at the start.
         damping: added to the precision, in steps and in draws: deviations are at most 1 / sqrt(N damping), 0.05 for
             4,000 examples. Published runs take 0.001 and 500,000 examples (augmented ones counted): the same width.
+            Where weights are small, as in convolutions, take 10,000 / N (deviations of 0.01), and `lr` a tenth to all
+            of it: draws as wide as the weights learn little.
         temperature: of the posterior; published runs raise it from 0.01 to 1 over the first thousand steps
             (`optimiser.param_groups[0]["temperature"] = ...`).
         clip_radius: largest move of a weight in a step, before `lr`.
