@@ -610,6 +610,40 @@ def test_there_is_no_look_at_the_evidence_where_the_loss_has_jumped(
     assert [when for when, _ in trained.evidences] == [5, 10]
 
 
+def test_an_image_that_dies_late_comes_back_from_the_lowest_loss(
+    problem: tuple[imaging.RayTransform, Tensor, float],
+) -> None:
+    network, steps = small(), iter(range(100))
+
+    def kill(module: nn.Module, args: object) -> None:
+        if module.training and next(steps) == 40:  # an iteration at which dead images are looked for
+            module.outward[0].bias.data -= 200.0
+
+    network.register_forward_pre_hook(kill)
+    losses = fit_image(network, task(problem, 60)).losses
+    assert losses[40] > 10 * min(losses[:40])
+    assert losses[41] == pytest.approx(min(losses[:40]), rel=1e-5)
+
+
+def test_a_training_that_ends_in_a_jump_goes_back_to_its_lowest_loss(
+    problem: tuple[imaging.RayTransform, Tensor, float],
+) -> None:
+    network, steps, here = small(), iter(range(100)), task(problem, 25)
+
+    def jump(module: nn.Module, args: object) -> None:
+        if module.training and next(steps) == 22:
+            module.outward[0].bias.data += 3.0
+
+    network.register_forward_pre_hook(jump)
+    trained = fit_image(network, here)
+    assert trained.losses[-1] > 2 * min(trained.losses)
+    assert trained.losses[trained.stopped_at] == min(trained.losses)
+    with torch.no_grad():
+        assert float(here.loss(network(here.inputs)[0])) == pytest.approx(min(trained.losses), rel=1e-5)
+    calm = fit_image(small(), here)
+    assert calm.stopped_at == 25
+
+
 @pytest.mark.filterwarnings("ignore:The trained network does not explain")
 def test_training_stops_when_the_evidence_falls_and_keeps_its_best_weights(
     problem: tuple[imaging.RayTransform, Tensor, float],

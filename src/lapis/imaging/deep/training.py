@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,13 +30,17 @@ AVERAGED = 0.2
 single iterations jump about by more than looks differ.
 """
 SPIKE = 2.0
-"""Times the lowest loss so far: above, training has just jumped away, as Adam does now and then, and a look would
-compare that jump. It is left out.
+"""Times the lowest loss so far: above, training has just jumped away, as Adam does now and then, and needs hundreds of
+iterations to come back. A look at the evidence would compare that jump, and is left out; a training that ends there
+goes back to the weights with the lowest loss.
 """
 CONTRAST, LOOKED_EVERY, SLOWER, RESTARTS = 1e-6, 10, 1 / 3, 3
 """An image with less contrast is dead: its sigmoid is where the slope vanishes. That is looked for so often; training
-then begins again with smaller steps, a few times at most.
+then goes on with smaller steps, a few times at most: from the lowest loss where that is far below the dead image's,
+else from the start.
 """
+FAR = 0.1
+"""Times the dead image's loss."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,8 @@ def fit_image(
         kept.follow(run.state, now=True)
     if run.best:
         load_model(network, run.best)
+    else:
+        run.undo_jump()
     with torch.no_grad():
         if _is_dead(network(task.inputs)[0]):
             raise _dead(task)
@@ -159,6 +166,8 @@ class _Run:
         self.best: dict[str, Tensor] = {}
         self.restarts = 0
         self._first = model_tensors(network)
+        self._least, self._lowest = math.inf, dict[str, Tensor]()
+        """The lowest loss since training began, and the weights that have it."""
         self._averaged = averaged
         """Iterations behind `_average`; 0 for none."""
         self._average = model_tensors(network) if averaged else {}
@@ -186,10 +195,12 @@ class _Run:
                 "Training the deep image prior diverged", expected="a finite loss", got=str(value),
                 do="pass a smaller rate",
             )  # fmt: skip
+        if value < self._least:
+            self._least, self._lowest = value, model_tensors(self.network)
         self._whole = False
         self.optimiser.step()
         if iteration % LOOKED_EVERY == 0 and _is_dead(image):
-            self._restart()
+            self._restart(value)
         self._follow_weights()
         self.trained.losses.append(value)
         self.iteration = self.trained.stopped_at = iteration + 1
@@ -201,13 +212,23 @@ class _Run:
             share = 1 / max(1.0, self._averaged)
             mean.copy_(torch.lerp(mean, state[name], share) if mean.is_floating_point() else state[name])
 
-    def _restart(self) -> None:
+    def _restart(self, dead_loss: float) -> None:
         self.restarts += 1
         if self.restarts > RESTARTS:
             raise _dead(self.task)
-        load_model(self.network, self._first)
-        self._average = {name: value.clone() for name, value in self._first.items() if name in self._average}
+        if self._least > FAR * dead_loss:
+            self._least, self._lowest = math.inf, {}
+        there = self._lowest or self._first
+        load_model(self.network, there)
+        self._average = {name: value.clone() for name, value in there.items() if name in self._average}
         self.optimiser = torch.optim.Adam(self.network.parameters(), lr=self.task.rate)
+
+    def undo_jump(self) -> None:
+        """Go back to the lowest loss from a jump that was not over in the end."""
+        losses = self.trained.losses
+        if self._lowest and losses[-1] > SPIKE * self._least:
+            load_model(self.network, self._lowest)
+            self.trained.stopped_at = len(losses) - 1 - losses[::-1].index(self._least)
 
     def look_is_due(self, every: int) -> bool:
         looks = self.trained.evidences
@@ -248,9 +269,11 @@ class _Run:
         tensors |= {f"optimiser.{name}": value.clone() for name, value in moments.items()}
         tensors |= {f"average.{name}": value.clone() for name, value in self._average.items()}
         tensors |= {f"best.{name}": value for name, value in self.best.items()}
+        tensors |= {f"lowest.{name}": value for name, value in self._lowest.items()}
         tensors["random"] = self._random
         trained = self.trained
         numbers = {"iteration": self.iteration, "losses": trained.losses, "evidences": trained.evidences}
+        numbers |= {"least": self._least if self._lowest else None}
         return tensors, numbers | {"optimiser": facts, "restarts": self.restarts}
 
     def load(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -259,7 +282,8 @@ class _Run:
 
         load_model(self.network, part("network."))
         load_optimiser(self.optimiser, part("optimiser."), entry(facts, "optimiser", dict))
-        self._average, self.best = part("average."), part("best.")
+        self._average, self.best, self._lowest = part("average."), part("best."), part("lowest.")
+        self._least = entry(facts, "least", float) if self._lowest else math.inf
         self.restarts = count(facts, "restarts", least=0, most=RESTARTS)
         self.iteration = self.trained.stopped_at = count(facts, "iteration", least=0)
         self.trained.losses = [float(value) for value in entry(facts, "losses", list)]
