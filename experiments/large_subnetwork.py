@@ -1,9 +1,9 @@
 """A subnetwork of a ResNet-18, in float32: 8,000 of 11.2 million weights, and the published 42,438.
 
 The network is trained on CIFAR-10 images (64, as the sizes are what this is about); four epochs more are SWAG's, whose
-variances choose the weights. Fitted to 64 images; then the log evidence, which factorises the precision, predictions
-for 16 other images, and two draws. Each size has a process of its own; memory is that of this whole process at its peak
-(resource.getrusage), seconds are of the processor. The residual is |A z - b| / |b| of a solve with the factor.
+variances choose the weights. Fitted to 64 images; then the log evidence, predictions for 16 other images, and two
+draws; one of the first two factorises the precision. Each size has a process of its own; memory is that of this whole
+process at its peak (resource.getrusage), seconds are of the processor. The residual is |A z - b| / |b| of a solve.
 """
 
 from __future__ import annotations
