@@ -323,11 +323,7 @@ def by_prior(rows: list[Row]) -> str:
     for name in dict.fromkeys(row["setting"] for row in rows):
         found = {row["column"]: row["grid"] for row in rows if row["setting"] == name and len(row.get("grid", ())) == 6}
         for precision in PRECISIONS:
-            best = {
-                column: min(point[2] for point in grid if point[1] == precision)
-                for column, grid in found.items()
-                if column not in BINARY
-            }
+            best = {column: min(point[2] for point in grid if point[1] == precision) for column, grid in found.items()}
             if best:
                 cells = [f"{best[column]:.3f}" if column in best else "" for column in ("SGD", "Adam", "VOGN", "IVON")]
                 lines.append([name, f"{precision:g}", *cells])
@@ -344,7 +340,7 @@ def write(chosen: argparse.Namespace, settings: dict[str, Setting]) -> None:
     rows = [row for row in read(chosen.rows) if (row["setting"], row["column"]) in known]
     there = [name for name in settings if any(row["setting"] == name and "error" not in row for row in rows)]
     parts = []
-    across = min(4, max(1, len(there)))
+    across = min(5, max(1, len(there)))
     down = -(-max(1, len(there)) // across)
     figure, axes = plt.subplots(down, across, figsize=(3.4 * across, 3 * down), squeeze=False)
     for name, at in zip(there, axes.flat, strict=False):
@@ -352,7 +348,8 @@ def write(chosen: argparse.Namespace, settings: dict[str, Setting]) -> None:
         parts.append(f"## {name}\n\n" + scored(found, SCORES, higher=("accuracy", "OOD-AUROC")))
         for column, each in found.items():
             curves = [row["curve"] for row in each]
-            at.plot(range(1, len(curves[0]) + 1), [mean(values) for values in zip(*curves, strict=True)], label=column)
+            means = [mean(values) for values in zip(*curves, strict=True)]
+            at.plot(range(1, len(means) + 1), means, label=column, color=f"C{list(RATES).index(column)}")
         at.set(title=fill(name, 32), xlabel="epoch", yscale="log")
         at.xaxis.set_major_locator(MaxNLocator(integer=True))
         at.yaxis.set_major_locator(MaxNLocator(5))
