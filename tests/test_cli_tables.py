@@ -320,6 +320,9 @@ def test_experiments_are_listed_and_run_by_name(tmp_path: Path, monkeypatch: pyt
     listed = run("experiment").stdout
     assert "common" not in listed
     assert "while white noise loses it?" in " ".join(listed.split())  # a sentence that goes over a line's end
+    sources = {path: path.read_text() for path in Path("experiments").glob("*.py") if path.stem in listed.split()}
+    assert len(sources) > 40
+    assert [path for path, text in sources.items() if "quick" not in text.lower()] == []
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "common.py").touch()
     code = "import sys, pathlib; pathlib.Path('ran').write_text(' '.join(sys.argv[1:])); sys.exit(3)"
