@@ -19,7 +19,7 @@ from draws_for_tuning import digits, network
 from torch import Tensor, nn
 
 import lapis
-from lapis.posteriors.laplace.matrix_free.drawing import Descent
+from lapis.posteriors.laplace.matrix_free.descending import Descent
 
 MEASURED = (16, 64, 256)
 NAMES = {"noisy": "noisy", "low_noise": "low noise"}

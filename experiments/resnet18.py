@@ -24,7 +24,7 @@ import lapis
 from lapis.batches import Batch
 from lapis.curvature.products.ggn import ImplicitCurvature
 from lapis.network import Network
-from lapis.posteriors.laplace.matrix_free.drawing import Descent
+from lapis.posteriors.laplace.matrix_free.descending import Descent
 
 sys.path.insert(0, str(ROOT))
 from benchmarks.cases import resnet
