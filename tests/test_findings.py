@@ -74,6 +74,10 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: latent.BayesianGaussianMixture(2, mean_strength=HUGE).fit(X),
         lapis.OptionError,
     ),
+    "one number for the noise's way into the states": (
+        lambda: dynamics(n_latent=2, G=torch.tensor(1.0)),
+        lapis.OptionError,
+    ),
     "a sparse matrix of dynamics": (lambda: dynamics(C=torch.eye(2).to_sparse()), lapis.DataError),
     "symbols without values": (lambda: hidden().posterior(META), lapis.DataError),
     "a sequence of ragged rows": (lambda: hidden().viterbi(([[0, 1], [0]], [0, 1])), lapis.DataError),

@@ -135,7 +135,7 @@ class LinearDynamics:
     def _shapes(self, given: dict[str, Tensor | None], G: Tensor | None) -> None:
         """Raise unless all matrices go together."""
         states = self.n_latent
-        noises = states if G is None else G.shape[-1]
+        noises = states if G is None or not G.dim() else G.shape[-1]
         widths = [len(t) for t in (given["C"], given["R"]) if t is not None and t.dim()]
         width = widths[0] if widths else 1
         expected = {
