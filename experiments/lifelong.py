@@ -309,7 +309,8 @@ def figure(rows: list[Row], settings: dict[str, Setting]) -> plt.Figure:
     drawn, axes = plt.subplots(*size, figsize=(4.6 * size[1], 3.4 * size[0]), layout="constrained", squeeze=False)
     lines: dict[str, Any] = {}
     pairs = plt.get_cmap("Paired").colors
-    tints = dict(zip(COLUMNS, [pairs[i ^ 1] for i in range(len(pairs))], strict=True))  # dark before pale
+    order = [1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10, 11]  # dark before pale; the palest for a column that is seldom run
+    tints = dict(zip(COLUMNS, [pairs[i] for i in order], strict=True))
     for axis, name in zip(axes.flat, shown, strict=False):
         setting = settings[name]
         found = by_column(rows, name, setting.columns or COLUMNS)
