@@ -50,7 +50,8 @@ class Problem:
         self.target = probe.target
         self.minimiser = dense.solve(self.target * probe.root) * probe.root
         (data,) = probe.parts
-        f = data.factors[0][:, 0].mT @ jacobian(model, data.batches[0].inputs) / probe.root
+        factors = torch.cat([factor for _, factor in data.factors.pieces(0)])
+        f = factors[:, 0].mT @ jacobian(model, data.batches[0].inputs) / probe.root
         pushed = torch.einsum("nrp,kp->knr", f, self.minimiser)
         assert probe.rows is not None
         rows = probe.rows[0].reshape(pushed.shape)
