@@ -268,6 +268,7 @@ def test_wrong_arguments_of_the_usual_calls_are_refused() -> None:
     network, data = nn.Linear(3, 2).double(), (X, X[:, :2])
     dense = lapis.laplace(network, data, "regression", structure="dense")
     implicit = lapis.laplace(network, data, "regression", structure="implicit")
+    flat = linear(X, X[:, 0], lapis.Gaussian(0.3), samples=2)
     calls: dict[str, Callable[[], Any]] = {
         "generator": lambda: dense.sample(2, generator=3),  # type: ignore[arg-type]
         "generator of a fit": lambda: lapis.laplace(network, data, "regression", generator=3),  # type: ignore[call-overload]
@@ -283,6 +284,9 @@ def test_wrong_arguments_of_the_usual_calls_are_refused() -> None:
         "learning rate": lambda: lapis.train(network, data, "regression", epochs=1, learning_rate=0.0),
         "joint": lambda: dense.predict(X, joint="a"),  # type: ignore[arg-type]
         "draws": lambda: dense.sample("3"),  # type: ignore[arg-type]
+        "scores that are NaN": lambda: lapis.Subnetwork(2, by=torch.tensor([1.0, float("nan"), 0.0])),
+        "a flag for a prior": lambda: flat.with_prior(True),
+        "a word for a noise": lambda: flat.with_noise("small"),  # type: ignore[arg-type]
     }
     taken = []
     for name, call in calls.items():

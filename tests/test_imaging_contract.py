@@ -106,6 +106,8 @@ def test_noise_and_iterations_may_be_scalars_of_numpy_and_torch(
     assert torch.allclose(one.mean, two.mean, atol=1e-5)
     assert torch.allclose(one.mean, three.mean, atol=1e-5)
     assert one.sample(np.int64(2)).shape == (2, 8, 8)  # type: ignore[arg-type]
+    with pytest.raises(lapis.DataError, match="finite pixels"):
+        one.log_prob(torch.full((8, 8), torch.nan))
     for wrong in (torch.tensor([noise, noise]), torch.tensor(0.0), np.float64("nan"), torch.empty((), device="meta")):
         with pytest.raises(lapis.OptionError):
             imaging.reconstruct(A, data, noise=wrong)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ def arguments(
     seeds: int = 3,
 ) -> argparse.Namespace:
     """The options; `settings` and `columns` are those of a full run and of a quick one."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)  # --seed is not --seeds
     parser.add_argument("--quick", action="store_true", help="tiny settings, one seed: a few seconds")
     parser.add_argument("--settings", help=f"some of {', '.join(settings[0])}; separated by commas")
     parser.add_argument("--columns", help=f"some of {'; '.join(columns[0])}; separated by semicolons")

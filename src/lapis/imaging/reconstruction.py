@@ -185,6 +185,8 @@ class Reconstruction:
                 got=str(tuple(images.shape)),
                 do="pass an image of the reconstruction's size",
             )
+        if not bool(images.isfinite().all()):
+            raise DataError("Not an image", expected="finite pixels", got="NaN or infinity", do="check the image")
         errors = (images - self.mean).reshape(-1, *self.operator.image_shape)
         if isinstance(self.posterior, ExactPosterior):
             found = _gaussian(errors.flatten(1), self.posterior.covariance, self.image_noise)

@@ -173,10 +173,12 @@ class LinearPosterior:
 
     def with_prior(self, prior: float | Tensor) -> LinearPosterior:
         """The posterior under another prior precision, or precisions (d,): found anew, from this one on."""
+        check_arguments(LinearPosterior.with_prior, locals())
         return tuning.refitted(self, LinearPrior.of(prior, self.n_weights), self.likelihood)
 
     def with_noise(self, noise: float | Tensor) -> LinearPosterior:
         """The posterior under another Gaussian noise (standard deviation): found anew, from this one on."""
+        check_arguments(LinearPosterior.with_noise, locals())
         return tuning.refitted(self, self.prior, self.likelihood.with_noise(noise))
 
     # predictions -----------------------------------------------------------------------------------

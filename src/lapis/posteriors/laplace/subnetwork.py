@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lapis.errors import LapisWarning, ModelError, OptionError, users_level
 from lapis.network import Network
-from lapis.options import check_arguments, check_choice, check_count
+from lapis.options import check_arguments, check_choice, check_count, shown
 
 RULES = ("variance", "magnitude", "random")
 
@@ -65,6 +65,8 @@ class Subnetwork:
         check_arguments(Subnetwork, vars(self), apart=("n", "from_"))
         if self.n is not None or not self._is_mask:
             check_count("n", self.n)
+        if isinstance(self.by, Tensor) and bool(self.by.isnan().any()):
+            raise OptionError("Bad scores", expected="numbers", got=f"NaN in {shown(self.by)}", do="check the scores")
         if self.from_ is not None and not callable(getattr(self.from_, "marginal_variance", None)):
             raise OptionError(
                 "No variances to choose weights by",
@@ -155,11 +157,11 @@ class Subnetwork:
         return chosen, note
 
     def _checked(self, scores: Tensor, network: Network) -> Tensor:
-        if tuple(scores.shape) != (network.size,) or not scores.is_floating_point() or bool(scores.isnan().any()):
+        if tuple(scores.shape) != (network.size,) or not scores.is_floating_point():
             raise OptionError(
                 "The scores do not fit the weights",
-                expected=f"a floating tensor ({network.size},), a score for each trainable weight, none of them NaN",
-                got=f"{tuple(scores.shape)} {scores.dtype}" + (" with NaN" if bool(scores.isnan().any()) else ""),
+                expected=f"a floating tensor ({network.size},), a score for each trainable weight",
+                got=f"{tuple(scores.shape)} {scores.dtype}",
                 do="order them as model.parameters() does, or pass a boolean mask",
             )
         return scores.to(network.device)
