@@ -37,7 +37,9 @@ def arguments(
     parser.add_argument("--settings", help=f"some of {', '.join(settings[0])}; separated by commas")
     parser.add_argument("--columns", help=f"some of {'; '.join(columns[0])}; separated by semicolons")
     parser.add_argument("--seeds", type=int, default=None, help=f"how many: {seeds}, or 1 with --quick")
-    parser.add_argument("--first-seed", type=int, default=0, help="to see whether choices hold on other seeds")
+    parser.add_argument(
+        "--first-seed", "--seed", type=int, default=0, help="to see whether choices hold on other seeds"
+    )
     parser.add_argument("--again", action="store_true", help="measure the chosen columns again")
     parser.add_argument("--report", action="store_true", help="table and figures of what is there, no new rows")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of the processor for a column")
