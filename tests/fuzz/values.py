@@ -48,6 +48,7 @@ SIGNED = frozenset(
         "random_state",
         "after",
         "skips",
+        "labels_to.value",
     }
 )
 """Numbers that may be zero or negative, or are checked when used."""
