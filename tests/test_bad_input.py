@@ -820,7 +820,7 @@ def saved(model: nn.Sequential) -> Path:
 # About the errors themselves
 
 
-@bad(OptionError, "none of them NaN", "Got: (30,) torch.float64 with NaN")
+@bad(OptionError, "Bad scores", "Got: NaN in a tensor (30,) of float64")
 def scores_with_nan(model: nn.Sequential) -> Act:
     return lambda: fit(model, weights=lapis.Subnetwork(2, by=torch.full((30,), math.nan, dtype=F64)))
 
