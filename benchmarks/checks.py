@@ -98,7 +98,7 @@ def page(record: dict[str, Any]) -> str:
         "# What the checks cost", "",
         "Made by `python -m benchmarks.checks --write`: processor seconds of one thread, the least of all turns, with",
         "checks of arguments and fingerprints of data and network, and without, in turns in one process. Cases, jobs",
-        "as in `make bench`. The machine was busy with other work, which slows the reading of memory most.", "",
+        "as in `make bench`. Other work on the machine slows the reading of memory most.", "",
         f"At most {ALLOWED:.0%}: {kept} of {len(record)} jobs.", "",
         "| case and job | ms with checks | ms without | more | turns |", "|---|---:|---:|---:|---:|",
     ]  # fmt: skip
