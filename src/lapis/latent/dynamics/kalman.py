@@ -89,8 +89,6 @@ class Filtered:
     """(B or 1, L, L) of each step."""
     predicted: list[Tensor]
     """Means of x_t given y_1..t-1, (B, L); one more than steps."""
-    predicted_factor: Tensor
-    """Of the state after the last step."""
     gains: list[Tensor]
     """J of each step, (B or 1, L, L)."""
     backward: list[Tensor]
@@ -143,7 +141,7 @@ def kalman_filter(system: System, series: Series) -> Filtered:
         predicted.append(mean)
         gains.append(gain)
         backward.append(back)
-    return Filtered(means, factors, predicted, factor, gains, backward, total)
+    return Filtered(means, factors, predicted, gains, backward, total)
 
 
 def _observe(system: System, mean: Tensor, factor: Tensor, y: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -87,11 +87,6 @@ class Subnetwork:
     def _is_mask(self) -> bool:
         return isinstance(self.by, Mapping) or (isinstance(self.by, Tensor) and self.by.dtype == torch.bool)
 
-    @property
-    def needs_fit(self) -> bool:
-        """Whether a diagonal posterior has to be fitted first."""
-        return isinstance(self.by, str) and self.by == "variance" and self.from_ is None
-
     def size(self, network: Network) -> int:
         """How many weights it chooses; OptionError if `network`, of all trainable weights, has fewer."""
         check_arguments(Subnetwork.size, locals())
@@ -122,7 +117,8 @@ class Subnetwork:
 
         Args:
             network: of all trainable weights.
-            variances: fits a diagonal posterior and returns its marginal variances (P,); called if `needs_fit`.
+            variances: fits a diagonal posterior and returns its marginal variances (P,); called for `by="variance"`
+                without `from_`.
         """
         check_arguments(Subnetwork.choose, locals())
         count = self.size(network)
