@@ -171,7 +171,8 @@ def page(chosen: Any, rows: list[Row]) -> None:
     max(axes, key=lambda axis: len(axis.lines)).legend(frameon=False)
     about = About(
         "Active learning",
-        f"""{FULL if not chosen.quick else "Pool of 300 digits; 30 steps of AdamW a round"}, from scratch; means over seeds with standard errors.""",
+        f"""{"Pool of 300 digits; 30 steps of AdamW a round" if chosen.quick else FULL}, from scratch; means over seeds
+        with standard errors.""",
         "A dash: never within the budget, for at least one seed. Seconds are those of all rounds' fits and tests.",
         "Test error against labels",
     )

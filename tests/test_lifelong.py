@@ -386,6 +386,22 @@ def test_a_loaded_learner_goes_on_as_the_saved_one(name: str, tmp_path: Path) ->
     assert torch.equal(learner.predict(x, "a").probs, other.predict(x, "a").probs)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("name", "within"), [("EWC", 1e-5), ("OnlineLaplace", 1e-5), ("SI", 1e-5), ("Replay", 1e-5), ("FROMP", 3e-3)]
+)
+def test_single_precision_learns_what_double_precision_does(name: str, within: float) -> None:
+    """FROMP inverts kernels with eigenvalues down to its jitter, below the rounding of Jacobians in float32."""
+    found = []
+    for dtype in (F64, torch.float32):
+        learner = LEARNERS[name](network(2).to(dtype), **{**QUICK, "epochs": 20})
+        for x, y in [*TASKS, blobs(0.0, 3)]:
+            learner.learn((x.to(dtype), y))
+        inputs = torch.cat([x for x, _ in TASKS]).to(dtype)
+        assert learner.predict(inputs).probs.dtype == dtype  # type: ignore[attr-defined]
+        found.append(learner.predict(inputs, method="network").probs.double())  # type: ignore[attr-defined]
+    assert (found[0] - found[1]).abs().max() < within
+
+
 @pytest.mark.parametrize("name", LEARNERS)
 def test_after_a_failure_model_and_learner_are_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = LEARNERS[name](network(2), **{**QUICK, "epochs": 2})
