@@ -44,15 +44,19 @@ FROMP_OF = {
 """The paper's settings; those of the toy are our own."""
 
 STRENGTHS = {
-    "permuted": {"EWC": 100.0, "OnlineLaplace": 1.0, "SI": 1.0},
+    "permuted": {"EWC": 10.0, "OnlineLaplace": 1.0, "SI": 1.0},
     "split": {"EWC": 1e5, "OnlineLaplace": 1e4, "SI": 10.0},
     "single": {"EWC": 1e5, "OnlineLaplace": 10.0, "SI": 100.0},
     "toy": {"EWC": 1000.0, "OnlineLaplace": 100.0, "SI": 30.0},
 }
 """Those of the toy by seed 0 over some powers of ten; of split MNIST by 1,500 training images held out of
 the first three tasks (EWC 1e4, 1e5; online Laplace 100 to 1e4; SI 10, 100; network of seed 1), of one head by 500 of
-3,000 (EWC to 1e5, SI to 100: the ends of their grids; online Laplace 1 to 1e4); of permuted MNIST SI by
-5,000 held-out training images a task and 3 epochs (0.1, 1), the others are the usual ones."""
+3,000 (EWC to 1e5, SI to 100: the ends of their grids; online Laplace 1 to 1e4); of permuted MNIST by
+5,000 held-out training images a task, SI with 3 epochs (0.1, 1), EWC with 20,000 images and 5 epochs (1 to 100, with
+these rates); that of online Laplace is the usual one."""
+
+RATES: dict[str, dict[str, Any]] = {"permuted": {"learning_rate": 3e-3, "schedule": "constant"}}
+"""Of EWC, chosen with its strength. Whatever the strength, at most 73.9 % by the others' rate, which falls to zero."""
 
 POINTS = {"permuted": 200, "split": 40, "toy": 40}
 TRAINING = {
@@ -111,7 +115,7 @@ def learner(setting: Setting, column: str, seed: int, model: nn.Module) -> Learn
     make: dict[str, tuple[type[Learner], dict[str, Any]]] = {
         "FineTuning": (lifelong.FineTuning, {}),
         "Joint": (lifelong.Joint, {}),
-        "EWC": (lifelong.EWC, {"strength": strengths["EWC"]}),
+        "EWC": (lifelong.EWC, {"strength": strengths["EWC"], **RATES.get(setting.kind, {})}),
         "OnlineLaplace, Kronecker": (lifelong.OnlineLaplace, {"strength": strengths["OnlineLaplace"]}),
         "OnlineLaplace, diagonal": (
             lifelong.OnlineLaplace, {"strength": strengths["EWC"], "structure": "diagonal"}
