@@ -163,8 +163,9 @@ def page(chosen: Any, rows: list[Row]) -> None:
             head = ["chosen by", *(f"labels to {rate:.0%} error" for rate in TARGETS)]
             head += [*(f"error at {count}, %" for count in at), "s", "seeds"]
             parts.append(f"## {TITLES[setting.split('_')[1]]}\n\n{table(head, lines)}")
-        axis.set(title=TITLES[setting.split("_")[1]], xlabel="labels", yscale="log")
+        axis.set(title=TITLES[setting.split("_")[1]], xlabel="labels", xscale="log", yscale="log")
         axis.grid(alpha=0.25, which="both")
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}")
     axes[0].set_ylabel("test error, %")
