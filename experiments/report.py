@@ -47,4 +47,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except lapis.LapisError as error:  # without the extra, for one
+        raise SystemExit(f"Error: {error}") from None

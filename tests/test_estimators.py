@@ -16,7 +16,8 @@ from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
 
 import lapis
-from lapis.estimators import Predictor, load_predictor
+from lapis.estimators import Predictor, cross_validation, load_predictor
+from lapis.estimators.cross_validation import LOOSER, Chosen, held_out_logits, judged
 
 pytestmark = pytest.mark.filterwarnings("ignore::lapis.LapisWarning")  # so few epochs do not converge, and it says so
 
@@ -114,6 +115,79 @@ def test_pickles_and_files_bring_it_back(kind: Any, module: Any, tmp_path: Path)
         np.testing.assert_array_equal(again.predict_proba(X), estimator.predict_proba(X))
         np.testing.assert_allclose(loaded.probabilities(X).probs, estimator.predict_proba(X), rtol=1e-12)
     assert type(estimator.posterior_) is lapis.LaplacePosterior
+
+
+class Memory(nn.Module):
+    """Says whether it was trained on a row, and the sum of its prior precisions so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.precisions = torch.empty(0, 2), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        known = (x[:, None] == self.seen).all(-1).any(-1)
+        return torch.stack([known.double(), torch.full((len(x),), self.precisions)], 1)
+
+
+class Recorder:
+    """Trains memories."""
+
+    seed = 3
+
+    def train(self, network: Memory, x: torch.Tensor, y: torch.Tensor, precision: float, share: float) -> None:
+        assert len(x) == len(y)
+        network.seen, network.precisions = x, network.precisions + precision
+
+
+def test_no_example_is_judged_by_a_network_that_saw_it_or_an_equal_row() -> None:
+    x = torch.arange(20.0).repeat(3)[:, None].expand(60, 2)
+    recorder: Any = Recorder()
+    found = held_out_logits(8.0, x, torch.zeros(60).long(), lambda seed: Memory(), recorder)
+    assert found is not None
+    assert found.shape == (len(LOOSER), 60, 2)
+    assert not found[..., 0].any()
+    np.testing.assert_allclose(found[:, :, 1], np.cumsum(8 * np.array(LOOSER))[:, None].repeat(60, 1))
+    only = Memory()
+    assert held_out_logits(8.0, x, torch.zeros(60).long(), lambda seed: only, recorder) is None
+    assert held_out_logits(8.0, x[:15], torch.zeros(15).long(), lambda seed: Memory(), recorder) is None
+
+
+def test_held_out_logits_keep_the_order_of_the_examples() -> None:
+    class Trainer(Recorder):
+        def train(self, *arguments: Any) -> None:
+            pass
+
+    x, trainer = torch.randperm(40, generator=torch.Generator().manual_seed(0)).double()[:, None], Trainer()
+    found = held_out_logits(1.0, x, torch.zeros(40).long(), lambda seed: nn.Sequential(nn.Identity()), trainer)  # type: ignore[arg-type]
+    assert found is not None
+    np.testing.assert_array_equal(found, x.expand(len(LOOSER), 40, 1))
+
+
+def test_the_sharpness_is_found_and_a_looser_prior_must_win_beyond_chance() -> None:
+    source = torch.Generator().manual_seed(0)
+    f = torch.randn(2000, 4, dtype=torch.float64, generator=source)
+    y = torch.multinomial((2 * f).softmax(1), 1, generator=source)[:, 0]
+    chosen = judged(torch.stack([f, f, f]), y)
+    assert chosen.looser == 1
+    assert chosen.sharpness == pytest.approx(2.0, rel=0.1)
+    noise = torch.randn(2000, 4, dtype=torch.float64, generator=source)
+    assert judged(torch.stack([f + noise, f + noise, f]), y).looser == LOOSER[2]
+    doubtful = torch.cat([torch.zeros(2, 4, dtype=torch.float64), f[:38]])
+    better = doubtful.clone()
+    better[[0, 1], y[:2]] += torch.tensor([2e-3, -5e-4], dtype=torch.float64)  # on average, by chance
+    assert judged(torch.stack([doubtful, better, doubtful]), torch.cat([y[:2], y[:38]])).looser == 1
+
+
+def test_training_on_under_a_looser_prior(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = lapis.LaplaceClassifier(**CHEAP)
+    monkeypatch.setattr(cross_validation, "judged", lambda logits, y: Chosen(1.0, 1.0))
+    before = plain.fit(X, LABELS).posterior_
+    monkeypatch.setattr(cross_validation, "judged", lambda logits, y: Chosen(1 / 16, 2.0))
+    after = plain.fit(X, LABELS).posterior_
+    assert (before.sharpness, after.sharpness) == (1.0, 2.0)
+    assert after.training == before.training
+    assert float(after.mean.norm()) > 1.05 * float(before.mean.norm())
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(plain)).predict_proba(X), plain.predict_proba(X))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from lapis.estimators.base import LaplaceEstimator
 class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):  # type: ignore[misc]
     """A perceptron, or any network, whose class probabilities average over its Laplace posterior.
 
-    The prior is tuned on the training data alone (`lapis.train`), the posterior's width and a factor of the logits by
-    leave-one-out predictions. Inputs are standardised. Sample weights count examples: whole numbers. Arguments are
-    those of `LaplaceRegressor`.
+    The prior is tuned on the training data alone (`lapis.train`), the posterior's width by leave-one-out. Three-fold
+    cross-validation chooses a factor of the logits, and whether to train on under a looser prior. Inputs are
+    standardised. Sample weights count examples: whole numbers. Arguments are those of `LaplaceRegressor`.
 
     >>> import numpy as np
     >>> x = np.linspace(-2, 2, 40)[:, None]
