@@ -17,7 +17,7 @@ from torch import nn
 
 import lapis
 from lapis.estimators import Predictor, cross_validation, load_predictor
-from lapis.estimators.cross_validation import LOOSER, Chosen, held_out_logits, judged
+from lapis.estimators.cross_validation import LOOSER, Chosen, Trainer, held_out_logits, judged
 
 pytestmark = pytest.mark.filterwarnings("ignore::lapis.LapisWarning")  # so few epochs do not converge, and it says so
 
@@ -152,12 +152,17 @@ def test_no_example_is_judged_by_a_network_that_saw_it_or_an_equal_row() -> None
     assert held_out_logits(8.0, x[:15], torch.zeros(15).long(), lambda seed: Memory(), recorder) is None
 
 
+def test_no_batch_of_one_example_is_left_for_batch_normalisation() -> None:
+    network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    Trainer(2, None, 0).train(network, torch.randn(201, 2), torch.arange(201) % 2, 1.0, 1.0)
+
+
 def test_held_out_logits_keep_the_order_of_the_examples() -> None:
-    class Trainer(Recorder):
+    class Idle(Recorder):
         def train(self, *arguments: Any) -> None:
             pass
 
-    x, trainer = torch.randperm(40, generator=torch.Generator().manual_seed(0)).double()[:, None], Trainer()
+    x, trainer = torch.randperm(40, generator=torch.Generator().manual_seed(0)).double()[:, None], Idle()
     found = held_out_logits(1.0, x, torch.zeros(40).long(), lambda seed: nn.Sequential(nn.Identity()), trainer)  # type: ignore[arg-type]
     assert found is not None
     np.testing.assert_array_equal(found, x.expand(len(LOOSER), 40, 1))

@@ -30,7 +30,8 @@ SPREAD = 1.0
 """log s ~ N(0, SPREAD^2): examples that are all predicted well would ask for any s."""
 
 BATCH = 200
-"""Small batches, whose steps are cheap: what is learned here is two numbers."""
+"""Small batches, whose steps are cheap and no worse. One more where a single example would be left, which batch
+normalisation refuses."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,10 @@ class Trainer:
     seed: int
 
     def train(self, network: nn.Module, x: Tensor, y: Tensor, precision: float, share: float) -> None:
-        epochs = math.ceil(share * self.steps / math.ceil(len(x) / BATCH))
+        batch_size = BATCH + (len(x) % BATCH == 1)
+        epochs = math.ceil(share * self.steps / math.ceil(len(x) / batch_size))
         fit_network(
-            network, (x, y), "classification", epochs=epochs, batch_size=BATCH, weight_decay=precision / len(x),
+            network, (x, y), "classification", epochs=epochs, batch_size=batch_size, weight_decay=precision / len(x),
             learning_rate=self.learning_rate, generator=torch.Generator().manual_seed(self.seed), progress=False,
         )  # fmt: skip
 
