@@ -90,6 +90,8 @@ class Setting:
     """Only these, where given."""
     shorter: dict[str, Any] = field(default_factory=dict)
     """Options that make a run quick."""
+    epochs_of_vcl: int | None = None
+    """Where there are fewer images: as many steps as with all."""
 
 
 def options(setting: Setting, seed: int, **own: Any) -> dict[str, Any]:
@@ -112,6 +114,9 @@ def learner(setting: Setting, column: str, seed: int, model: nn.Module) -> Learn
         if "points" in column:
             own["points"] = int(column.split()[1])
         return fromp(setting, seed, model, **own)
+    variational = VARIATIONAL[setting.kind]
+    if setting.epochs_of_vcl is not None:
+        variational = {**variational, "epochs": setting.epochs_of_vcl}
     make: dict[str, tuple[type[Learner], dict[str, Any]]] = {
         "FineTuning": (lifelong.FineTuning, {}),
         "Joint": (lifelong.Joint, {}),
@@ -122,8 +127,8 @@ def learner(setting: Setting, column: str, seed: int, model: nn.Module) -> Learn
         ),
         "SI": (lifelong.SI, {"strength": strengths["SI"]}),
         "Replay": (lifelong.Replay, {"points": points}),
-        "VCL": (lifelong.VCL, VARIATIONAL[setting.kind]),
-        "VCL, coreset": (lifelong.VCL, {**VARIATIONAL[setting.kind], "coreset": points}),
+        "VCL": (lifelong.VCL, variational),
+        "VCL, coreset": (lifelong.VCL, {**variational, "coreset": points}),
     }  # fmt: skip
     kind, own = make[column]
     return kind(model, "classification", **options(setting, seed, **own))
@@ -151,10 +156,12 @@ def of_images(
         f"{short}split": Setting(
             f"Split {SHOWN[name]}, a head a task{of}", "split", lambda _: split(name, 5, True, split_limit),
             lambda: perceptron(784, 256, 256, 10), 2,
+            epochs_of_vcl=None if split_limit is None else 36_000 // split_limit,
         ),
         f"{short}permuted": Setting(
             f"Permuted {SHOWN[name]}{all_of}", "permuted", lambda seed: permuted(name, 10, seed, permuted_limit),
             lambda: perceptron(784, 100, 100, 10),
+            epochs_of_vcl=None if permuted_limit is None else 180_000 // permuted_limit,
         ),
         f"{short}single": Setting(
             f"Split {SHOWN[name]}, one head, {SINGLE:,} images a task", "single",
