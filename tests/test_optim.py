@@ -314,6 +314,8 @@ def test_gradients_at_the_mean_are_not_taken_for_those_of_a_draw(name: str) -> N
     optimiser = OPTIMISERS[name](model)
     train(optimiser, model, range(2))
     mean = weights(model)
+    if optimiser.attaches:
+        optimiser.attach(model).remove()  # who has attached it is not helped again
     loss_of(model, *batch(5)).backward()
     with pytest.raises(lapis.OptionError, match="at the mean"):
         optimiser.step(lambda: loss_of(model, *batch(0)).backward())

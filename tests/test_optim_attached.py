@@ -88,6 +88,66 @@ def test_a_loop_that_knows_nothing_of_draws_loses_its_first_step_only(kind: str)
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("kind", ["IVON", "VOGN", "BayesBiNN"])
+def test_micro_batches_before_a_closure_become_draws(kind: str) -> None:
+    """A loop like Lightning's, that clears before the first micro-batch and steps with the last one as a closure."""
+    model, x, y = problem()
+    twin = copy.deepcopy(model)
+    optimiser, other = optimiser_of(kind, model), optimiser_of(kind, twin)
+    other.attach(twin)
+    with other.sampled():  # the draw of the step that is left out
+        pass
+
+    def step(of: Any, network: nn.Module) -> Any:
+        def backward(part: slice) -> Tensor:
+            loss = F.cross_entropy(network(x[part]), y[part]) / 2
+            loss.backward()
+            return loss
+
+        of.zero_grad()
+        backward(slice(0, 20))
+        return of.step(lambda: backward(slice(20, 40)))
+
+    before = model[0].weight.detach().clone()
+    with pytest.warns(LapisWarning, match="attach"):
+        assert step(optimiser, model).item() > 0
+    assert torch.equal(model[0].weight, before)
+    for _ in range(3):
+        step(optimiser, model)
+        step(other, twin)
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_copies_and_later_optimisers_do_not_draw_twice(tmp_path: Path) -> None:
+    """A second training of the network, a copy and a file of it: the first optimiser's hooks leave them alone."""
+    model, x, y = problem()
+    IVON(model.parameters(), data_size=N).attach(model)  # and dropped at once
+    gc.collect()
+    assert not model._forward_pre_hooks
+    first = IVON(model.parameters(), data_size=N)
+    first.attach(model)
+    torch.save(model, tmp_path / "model")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model", weights_only=False)):
+        before = other[0].weight.detach().clone()
+        output = other(x)
+        assert torch.equal(other[0].weight, before)
+        assert not first.is_draw
+        output.sum().backward()
+    second, third = (
+        IVON(model.parameters(), data_size=N),
+        IVON((twin := copy.deepcopy(model)).parameters(), data_size=N),
+    )
+    for optimiser, network in ((second, model), (third, twin)):
+        optimiser.attach(network)
+        optimiser.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimiser.step()
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
 def test_a_network_that_is_not_found_is_said() -> None:
     """Parts that are called one by one hold too few of the weights; so does a search whose optimiser is gone."""
     model, x, y = problem()
@@ -182,7 +242,7 @@ def test_lightning_trains_unmodified(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["IVON", "VOGN"])
 def test_lightning_accumulates_draws_of_an_attached_network(tmp_path: Path, kind: str) -> None:
-    """Micro-batches before the closure are draws of their own; without `attach` they would be at the mean: refused."""
+    """Micro-batches before the closure are draws of their own; without `attach` the first step is left out."""
     lightning = pytest.importorskip("lightning")
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -204,8 +264,9 @@ def test_lightning_accumulates_draws_of_an_attached_network(tmp_path: Path, kind
             return optimiser
 
     loader = DataLoader(TensorDataset(x, y), 10)
-    with pytest.raises(OptionError, match="computed at the mean"):
+    with pytest.warns(LapisWarning, match="attach"):
         trainer(lightning, tmp_path, accumulate_grad_batches=2).fit(Module(False), loader)
+    assert not torch.equal(model[0].weight, twin[0].weight)
     model.load_state_dict(twin.state_dict())
     model.zero_grad()
     trainer(lightning, tmp_path, accumulate_grad_batches=2).fit(Module(True), loader)

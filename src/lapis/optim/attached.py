@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,24 @@ if TYPE_CHECKING:
     from lapis.optim.sampling import SamplingOptimizer
 
 
+class AddedToMeanError(OptionError):
+    """A closure's gradients were added to others; `loss` is what it returned."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__(
+            "The closure added to gradients that were computed at the mean",
+            expected="gradients at drawn weights only",
+            got="gradients from outside of sampled() and step(closure), which the closure did not clear",
+            do="call optimiser.zero_grad() in the closure, or optimiser.attach(model) to accumulate draws",
+        )
+        self.loss = loss
+
+
 class Attached:
     """A network whose forward passes in training mode draw their weights within a context.
+
+    It ends with its optimiser, and with another one's for the same network. Copies of the network, and files of it,
+    do not draw: the optimiser knows the weights of the original only.
 
     Args:
         model: the network.
@@ -32,13 +48,19 @@ class Attached:
     """
 
     def __init__(self, model: nn.Module, optimiser: SamplingOptimizer) -> None:
-        self._optimiser = optimiser
+        if model in _ATTACHED:
+            _ATTACHED[model].remove()
+        _ATTACHED[model] = self
+        self._optimiser: Callable[[], SamplingOptimizer | None] = weakref.ref(optimiser, lambda _: self.remove())
         self._open: AbstractContextManager[None] | None = None
         self._depth = 0
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, always_call=True),
         ]
+
+    def __reduce__(self) -> tuple[Callable[[], Attached], tuple[()]]:
+        return _idle, ()
 
     def remove(self) -> None:
         """Bring the mean back, and leave the network as it was."""
@@ -56,13 +78,14 @@ class Attached:
         self._depth += 1
         if self._depth > 1:  # a network that calls itself
             return
+        optimiser = self._optimiser()
         if not (module.training and torch.is_grad_enabled()):
             self.close()
-        elif self._open is None and not self._optimiser.is_draw:
-            context = self._optimiser.sampled()
+        elif optimiser is not None and self._open is None and not optimiser.is_draw:
+            context = optimiser.sampled()
             context.__enter__()
             self._open = context
-            self._optimiser._begun(module, args, kwargs)  # hooks that the context has registered miss this call
+            optimiser._begun(module, args, kwargs)  # hooks that the context has registered miss this call
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
@@ -76,8 +99,23 @@ class Attached:
 
     def _differentiated(self, gradient: Tensor) -> None:
         """Close when the backward pass that has come here ends, and all gradients are there."""
-        if self._open is not None and not self._optimiser._differentiates():
+        optimiser = self._optimiser()
+        if self._open is not None and optimiser is not None and not optimiser._differentiates():
             torch.autograd.Variable._execution_engine.queue_callback(self.close)
+
+
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attached] = weakref.WeakKeyDictionary()
+
+
+def _idle() -> Attached:
+    """What a copy of a network has in place of the original's."""
+    same = object.__new__(Attached)
+    same._optimiser, same._open, same._depth, same._handles = _nobody, None, 0, []
+    return same
+
+
+def _nobody() -> None:
+    return None
 
 
 class Sought:
@@ -119,15 +157,21 @@ def attached(model: nn.Module, optimiser: SamplingOptimizer) -> Attached:
     return Attached(model, optimiser)
 
 
-def attached_unasked(model: nn.Module | None, optimiser: SamplingOptimizer) -> Attached | Sought:
-    """For a loop that calls `step()` alone: the network, or the search for it, from the next forward pass on."""
+def attached_unasked(optimiser: SamplingOptimizer) -> bool:
+    """For a loop that differentiates at the mean: draw in the network's passes from now on, or in those of the module
+    that is searched for; present gradients count as used. False if that cannot be, or was done before."""
+    if not optimiser.attaches or optimiser._attached:
+        return False
     warnings.warn(
-        "step() came without a draw of the weights, and left them as they are: from now on every forward pass of the "
+        "step() came with gradients of no draw, and left the weights as they are: from now on each forward pass of the "
         "network in training mode draws, as after optimiser.attach(model). Call that before, and no step is lost.",
         LapisWarning,
         stacklevel=users_level(),
     )
-    return Sought(optimiser) if model is None else attached(model, optimiser)
+    model = optimiser._network()
+    optimiser._attached.append(Sought(optimiser) if model is None else Attached(model, optimiser))
+    optimiser._spent = optimiser._marks()
+    return True
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lapis.errors import DataError, OptionError
 from lapis.network.untouched import keep_freed_memory
-from lapis.optim.attached import Attached, Sought, attached, attached_unasked
+from lapis.optim.attached import AddedToMeanError, Attached, Sought, attached, attached_unasked
 from lapis.optim.checks import check_data_size, checked_parameters
 from lapis.optim.draws import Draws
 from lapis.optim.marks import Mark, never
@@ -197,17 +197,22 @@ class SamplingOptimizer(Optimizer):
 
         Args:
             closure: clears the gradients, computes the mean loss of the batch, backpropagates and returns it. It runs
-                `draws` times, each time at new weights. Without one, the gradients are those of `sampled()`; the first
-                time that they are not, the optimiser warns, leaves out the step, and attaches itself to the network.
+                `draws` times, each time at new weights. Without one, the gradients are those of `sampled()`.
+
+        When gradients first come without a draw (alone, or from passes before a closure that does not clear them), the
+        optimiser warns, leaves out the step, and attaches itself to the network.
         """
         loss = None
         self._settle()
         if closure is not None:
-            loss = self._run(closure)
+            try:
+                loss = self._run(closure)
+            except AddedToMeanError as error:
+                if attached_unasked(self):
+                    return error.loss
+                raise
         elif not self._contexts:
-            if self.attaches and not self._attached and self._strays():
-                self._attached.append(attached_unasked(self._network(), self))
-                self._spent = self._marks()
+            if self._strays() and attached_unasked(self):
                 return None
             raise OptionError(
                 "The loss has not been differentiated at drawn weights",
@@ -260,12 +265,7 @@ class SamplingOptimizer(Optimizer):
                         do="call loss.backward() in the closure",
                     )
                 if not self._cleared and any(marks[p].same(own[p]) for p in strays & marks.keys() & own.keys()):
-                    raise OptionError(
-                        "The closure added to gradients that were computed at the mean",
-                        expected="gradients at drawn weights only",
-                        got="gradients from outside of sampled() and step(closure), which the closure did not clear",
-                        do="call optimiser.zero_grad() in the closure, or optimiser.attach(model) to accumulate draws",
-                    )
+                    raise AddedToMeanError(losses[0])
                 statistics, seen = self._statistics(own)
             examples += seen / self.draws
             if self.draws == 1:
