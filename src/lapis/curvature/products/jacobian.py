@@ -42,6 +42,13 @@ from lapis.network import Network
 KEPT_ROWS_BYTES = 16 * 2**20
 """J is computed once and kept if it takes at most this many bytes: reading it is faster than running the network."""
 
+RUN_SHARE = 6
+"""A plain run may take the budget over this: its blocks, once freed, are gaps that products do not fill."""
+
+ONE_VECTOR_SHARE, SEVERAL_VECTORS_SHARE = 3, 2
+"""The graphs of products with one vector, and with several, may take the budget over these: the rest is for gaps in
+the heap between blocks of different sizes, by measurement (`benchmarks/memory.py`)."""
+
 OUTPUT_COPIES = 4
 """Float64 arrays of the outputs' size in memory while a vector is pushed and multiplied by the curvature in f."""
 
@@ -130,12 +137,12 @@ class Jacobian:
         return found, torch.Size((len(batch), *raw.shape[1:]))
 
     def _run_at_once(self, batch: Batch) -> int:
-        """How many examples of a batch the network runs on together, if half of the budget may hold their graph."""
+        """How many examples of a batch the network runs on together, by the bytes that their graph would take."""
         try:
             graph = self._graph_bytes()[0] if len(batch) > 1 else 0
         except LapisError:
             return len(batch)  # the run itself says what is wrong with the inputs
-        return max(1, self.memory_budget // (2 * max(1, graph)))
+        return max(1, self.memory_budget // (RUN_SHARE * max(1, graph)))
 
     @property
     def n_outputs(self) -> int:
@@ -360,13 +367,14 @@ class Jacobian:
             start += len(part)
 
     def _examples(self, together: int, count: int) -> int:
-        """How many of `count` examples are worked on at once, so that they fit in half of the memory budget."""
+        """How many of `count` examples are worked on at once, so that they fit in their share of the budget."""
         graph, largest = self._graph_bytes()
         mode = self.mode_for(together)
         each = 3 * graph + (4 * together * largest if mode in BATCHED_MODES else 0)
         each += together * OUTPUT_COPIES * 8 * self.outputs[0][0].numel()
         parts = least_parts(mode, count, together, graph, largest)
-        return max(1, min(math.ceil(count / parts), self.memory_budget // (2 * max(1, each))))
+        share = SEVERAL_VECTORS_SHARE if together > 1 else ONE_VECTOR_SHARE
+        return max(1, min(math.ceil(count / parts), self.memory_budget // (share * max(1, each))))
 
     def _graph_bytes(self) -> tuple[int, int]:
         """Bytes that the autograd graph of one example holds beside the weights: in total, and its largest tensor."""
