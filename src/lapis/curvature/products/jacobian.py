@@ -46,8 +46,7 @@ RUN_SHARE = 6
 """A plain run may take the budget over this: its blocks, once freed, are gaps that products do not fill."""
 
 ONE_VECTOR_SHARE, SEVERAL_VECTORS_SHARE = 3, 2
-"""The graphs of products with one vector, and with several, may take the budget over these: the rest is for gaps in
-the heap between blocks of different sizes, by measurement (`benchmarks/memory.py`)."""
+"""Graphs of products may take the budget over these; gaps in the heap take the rest (`benchmarks/memory.py`)."""
 
 OUTPUT_COPIES = 4
 """Float64 arrays of the outputs' size in memory while a vector is pushed and multiplied by the curvature in f."""
