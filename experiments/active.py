@@ -102,12 +102,13 @@ def steps(labels: int) -> int:
 
 
 def features(body: nn.Module, x: Tensor) -> Tensor:
+    """In the order of memory, and by parts of the size, that take a quarter of the time."""
     with torch.no_grad():
-        return torch.cat([body(part) for part in x.split(1000)])
+        return torch.cat([body(part.to(memory_format=torch.channels_last)) for part in x.split(250)])
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
-    optimiser = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.1)
+    optimiser = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     generator = torch.Generator().manual_seed(0)
     model.train()
