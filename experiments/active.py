@@ -102,7 +102,7 @@ def steps(labels: int) -> int:
 
 
 def features(body: nn.Module, x: Tensor) -> Tensor:
-    """In the order of memory, and by parts of the size, that take a quarter of the time."""
+    """Of 250 images at a time, channels last: a quarter of the time of 1,000 as they are."""
     with torch.no_grad():
         return torch.cat([body(part.to(memory_format=torch.channels_last)) for part in x.split(250)])
 
