@@ -185,8 +185,8 @@ def page(chosen: Any, rows: list[Row]) -> None:
         f"""{"Pool of 300 digits; 30 steps of AdamW a round" if chosen.quick else FULL}, from scratch; means over seeds
         with standard errors.""",
         "Labels to the first round with so small an error, and to the first after which none is larger: errors jump, "
-        "as every round trains a new network. A dash: not within the budget, for at least one seed. Seconds are those of "
-        "the processor.",
+        "as every round trains a new network. A dash: not within the budget, for at least one seed. Seconds are "
+        "those of the processor.",
         "Test error against labels",
     )
     write_page(chosen, about, parts, rows, figure)
