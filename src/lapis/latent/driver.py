@@ -289,7 +289,8 @@ def _stochastic(
 
     Estimates of an epoch's bound are noisy, so three epochs are compared with the three before them.
     """
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or (isinstance(data, Tensor) and not data.dim()):
+    sliced = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping)
+    if not sliced or (isinstance(data, Tensor) and not data.dim()):
         raise DataError(
             "These data cannot be cut into batches", expected="a tensor, or a list of data", got=shown(data),
             do="pass one, or leave batch_size out",
