@@ -58,6 +58,10 @@ these rates); that of online Laplace is the usual one."""
 RATES: dict[str, dict[str, Any]] = {"permuted": {"learning_rate": 3e-3, "schedule": "constant"}}
 """Of EWC, chosen with its strength. Whatever the strength, at most 73.9 % by the others' rate, which falls to zero."""
 
+DESCENT: dict[str, Any] = {"optimiser": "sgd", "learning_rate": 0.05, "schedule": "constant"}
+"""Of EWC on permuted MNIST without Adam: 90.2 and 90.7 % of the held-out images of seeds 5 and 6; with a rate of .02
+87.1 and 90.1, with Adam 88.4 and 83.0."""
+
 POINTS = {"permuted": 200, "split": 40, "toy": 40}
 TRAINING = {
     "permuted": {"epochs": 10, "learning_rate": 1e-3, "batch_size": 128},
@@ -121,6 +125,7 @@ def learner(setting: Setting, column: str, seed: int, model: nn.Module) -> Learn
         "FineTuning": (lifelong.FineTuning, {}),
         "Joint": (lifelong.Joint, {}),
         "EWC": (lifelong.EWC, {"strength": strengths["EWC"], **RATES.get(setting.kind, {})}),
+        "EWC, SGD": (lifelong.EWC, {"strength": strengths["EWC"], **DESCENT}),
         "OnlineLaplace, Kronecker": (lifelong.OnlineLaplace, {"strength": strengths["OnlineLaplace"]}),
         "OnlineLaplace, diagonal": (
             lifelong.OnlineLaplace, {"strength": strengths["EWC"], "structure": "diagonal"}
@@ -136,7 +141,7 @@ def learner(setting: Setting, column: str, seed: int, model: nn.Module) -> Learn
 
 COLUMNS = (
     "FROMP", "EWC", "SI", "OnlineLaplace, Kronecker", "FineTuning", "Joint", "Replay", "OnlineLaplace, diagonal", "VCL",
-    "VCL, coreset", "FROMP, random", "FROMP, one past task a step",
+    "VCL, coreset", "FROMP, random", "FROMP, one past task a step", "EWC, SGD",
 )  # fmt: skip
 COUNTS = (1, 5, 10, 20, 40)
 BY_POINTS = tuple(f"FROMP {n} points{how}" for n in COUNTS for how in ("", ", random"))
@@ -261,7 +266,7 @@ def figure(rows: list[Row], settings: dict[str, Setting]) -> plt.Figure:
     lines: dict[str, Any] = {}
     pairs = plt.get_cmap("Paired").colors
     order = [1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10, 11]  # dark before pale; the palest for a column that is seldom run
-    tints = dict(zip(COLUMNS, [pairs[i] for i in order], strict=True))
+    tints = dict(zip(COLUMNS, [*(pairs[i] for i in order), (0.3, 0.3, 0.3)], strict=True))
     for axis, name in zip(axes.flat, shown, strict=False):
         setting = settings[name]
         found = by_column(rows, name, setting.columns or COLUMNS)
