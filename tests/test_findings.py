@@ -68,6 +68,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "EM of a name": (lambda: latent.em(mixture().model_, "a"), lapis.DataError),
     "EM of nothing": (lambda: latent.em(mixture().model_, ..., batch_size=2), lapis.DataError),
     "EM of other columns": (lambda: latent.em(mixture().model_, X[:, :2]), lapis.DataError),
+    "a task that was not learnt": (lambda: lifelong.Accuracies(torch.ones(2, 2)).average(after=2), lapis.OptionError),
     "EM of a dictionary": (lambda: latent.em(mixture().model_, {"a": 1}, batch_size=2), lapis.DataError),
     "EM of complex numbers": (lambda: latent.em(mixture().model_, COMPLEX, batch_size=3), lapis.DataError),
     "a start that is a device": (lambda: latent.GaussianMixture(2, start=torch.ones(())).fit(X), lapis.DataError),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapis.errors import DataError
+from lapis.errors import DataError, OptionError
 from lapis.lifelong.learner import Learner
 from lapis.options import check_arguments, check_choice
 
@@ -34,6 +34,14 @@ class Accuracies:
     def average(self, after: int = -1) -> float:
         """The mean accuracy on all tasks learnt so far, after one of them: by default the last."""
         check_arguments(Accuracies.average, locals(), signed=("after",))
+        tasks = len(self.matrix)
+        if not -tasks <= after < tasks:
+            raise OptionError(
+                "There is no such task",
+                expected=f"a number from 0 to {tasks - 1}, or from the end: -1 to {-tasks}",
+                got=f"after={after}",
+                do="count tasks from 0, or leave it out for the last",
+            )
         return float(self.matrix[after].nanmean())
 
     def forgetting(self) -> float:
