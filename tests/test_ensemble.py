@@ -90,6 +90,21 @@ def test_members_with_other_attributes_do_not_run_together() -> None:
     assert predicting.TOGETHER in posterior.network.proofs.refused
 
 
+def test_outputs_that_are_not_one_an_example_are_refused() -> None:
+    class Regrouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.linear(x.reshape(-1, 3))
+            return out
+
+    members = lapis.ensemble([Regrouped(), Regrouped()], "bernoulli")
+    with pytest.raises(lapis.ModelError, match="2 examples"):
+        members.predict(torch.ones(2, 6))
+
+
 def test_members_may_be_of_different_architectures(tmp_path: Path) -> None:
     torch.manual_seed(0)
     models = [net(6), net(9), net(6, norm=True)]

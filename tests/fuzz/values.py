@@ -54,7 +54,7 @@ SIGNED = frozenset(
 """Numbers that may be zero or negative, or are checked when used."""
 
 FROM_ZERO = frozenset(
-    {"weight_decay", "em.tolerance", "pseudo_count", "dropout", "serve.port", "optim.lr", "optim.beta"}
+    {"weight_decay", "em.tolerance", "pseudo_count", "dropout", "serve.port", "optim.lr", "optim.beta", "variation"}
 )
 """Numbers that may be zero: none, or where schedules begin."""
 

@@ -101,6 +101,8 @@ def _together(
             first.proofs.refused.add(TOGETHER)
             return None
     values = likelihood.canonical(raw.flatten(0, 1))
+    if len(values) != len(members) * length:  # not one row an example: alone, members say so
+        return None
     values = values.reshape(len(members), length, *values.shape[1:])
 
     def agrees() -> bool:
